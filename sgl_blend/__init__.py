@@ -1,0 +1,1 @@
+"""CacheBlend for SGLang, as a plugin."""
