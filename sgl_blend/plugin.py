@@ -1,2 +1,243 @@
+"""Composition root: the hooks, and what they are made of.
+
+SGLang logs and swallows whatever goes wrong while it loads plugins and applies their hooks. A server
+asked to blend would then serve unblended and nobody would know. So every way to ask for blending
+first checks that all hooks are in place, and where even that check could not be installed the flags
+and keyword arguments do not exist and SGLang refuses them itself.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.compatibility import check_layers, check_runner, check_server_args
+from sgl_blend.config import BlendConfig, add_flags, settings_from_flags
+from sgl_blend.errors import ConfigError, UnsupportedError
+from sgl_blend.fusor import Fusor
+from sgl_blend.gate import RequestGate
+from sgl_blend.metrics import BlendMetrics
+from sgl_blend.namespaces import ModelFingerprint, fingerprint
+from sgl_blend.radix_ext.chunk_store import ChunkStore
+from sgl_blend.rope import read_rotation
+from sgl_blend.scheduler import hooks
+from sgl_blend.scheduler.admission import Admission
+from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.intake import Intake
+from sgl_blend.scheduler.runtime import BlendRuntime
+from sgl_blend.separator import Separator, find_separator
+
+logger = logging.getLogger(__name__)
+
+_GATE = "_sgl_blend_gate"
+
+
 def register() -> None:
-    pass
+    """Register all hooks; SGLang's entry point group ``sglang.srt.plugins`` calls this."""
+    from sglang.srt.entrypoints.engine import Engine
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, kind, hook in _hook_table():
+        HookRegistry.register(target, hook, HookType(kind))
+    Engine.server_args_class = staticmethod(_make_server_args(Engine.server_args_class))
+
+
+def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    args = "sglang.srt.server_args.ServerArgs"
+    tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    return [
+        (f"{args}.add_cli_args", "after", _after_add_cli_args),
+        (f"{args}.from_cli_args", "after", _after_from_cli_args),
+        (f"{args}.check_server_args", "after", _after_check_server_args),
+        (f"{tokenizer}._create_tokenized_object", "before", _before_create_tokenized_object),
+        (f"{scheduler}.__init__", "after", _after_scheduler_init),
+        (
+            f"{scheduler}.handle_generate_request",
+            "around",
+            hooks.around_handle_generate_request,
+        ),
+        (f"{scheduler}.get_new_batch_prefill", "around", hooks.around_get_new_batch_prefill),
+        (f"{scheduler}.process_batch_result", "after", hooks.after_process_batch_result),
+        (f"{scheduler}.flush_cache", "before", hooks.before_flush_cache),
+        (f"{scheduler}.get_internal_state", "after", hooks.after_get_internal_state),
+        ("sglang.srt.managers.schedule_batch.Req.__init__", "after", hooks.after_req_init),
+        (f"{adder}.add_one_req", "around", hooks.around_add_one_req),
+        (f"{adder}.add_chunked_req", "after", hooks.after_add_chunked_req),
+        (
+            "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
+            "around",
+            hooks.around_forward_raw,
+        ),
+        ("sglang.srt.mem_cache.common.release_kv_cache", "before", hooks.before_release_kv_cache),
+    ]
+
+
+def check_hooks() -> None:
+    """Raise unless every hook is in place.
+
+    Raises:
+        UnsupportedError: SGLang did not apply some of them; the message names them.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = sorted({target for target, _, _ in _hook_table()} - HookRegistry._patched)
+    if missing:
+        raise UnsupportedError(
+            f"enable_blend: SGLang did not apply the hook on {', '.join(missing)}; "
+            "this version is not supported, or another plugin is in the way"
+        )
+    sglang.probe()
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+def _after_add_cli_args(result: Any, parser: Any, *args: Any, **kwargs: Any) -> None:
+    add_flags(parser)
+
+
+def _after_from_cli_args(result: Any, cls: type[Any], args: Any, *rest: Any, **kwargs: Any) -> None:
+    try:
+        config = BlendConfig.from_settings(settings_from_flags(args))
+        if not config.enable_blend:
+            config = BlendConfig.from_env()
+    except ConfigError as err:
+        raise SystemExit(f"error: {err}") from None
+    config.attach(result)
+
+
+def _make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap SGLang's ServerArgs so that Engine takes our keyword arguments too."""
+    names = [field.name for field in msgspec.structs.fields(BlendConfig)]
+
+    def server_args(**kwargs: Any) -> Any:
+        settings = {name: kwargs.pop(name) for name in names if name in kwargs}
+        config = BlendConfig.from_settings(settings) if settings else BlendConfig.from_env()
+        if config.enable_blend:
+            check_hooks()
+        made = stock(**kwargs)
+        config.attach(made)
+        return made
+
+    return server_args
+
+
+def _after_check_server_args(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    if BlendConfig.of(server_args).enable_blend:
+        check_hooks()
+        check_server_args(server_args)
+
+
+# --- the tokenizer process ----------------------------------------------------------------------
+
+
+def _before_create_tokenized_object(
+    manager: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
+) -> None:
+    try:
+        gate = getattr(manager, _GATE)
+    except AttributeError:
+        gate = _make_gate(manager)
+        setattr(manager, _GATE, gate)
+    if gate is not None:
+        gate.check(obj, input_ids)
+
+
+def _make_gate(manager: Any) -> RequestGate | None:
+    config = BlendConfig.of(manager.server_args)
+    if not config.enable_blend:
+        return None
+    return RequestGate(config, find_separator(manager.tokenizer, config.blend_separator))
+
+
+# --- the scheduler process ----------------------------------------------------------------------
+
+
+def _after_scheduler_init(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    config = BlendConfig.of(scheduler.server_args)
+    if not config.enable_blend:
+        return
+    check_hooks()
+    hooks.attach_runtime(_compose(config, scheduler), scheduler)
+
+
+def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
+    """Check the loaded model and put the parts together.
+
+    Raises:
+        BlendError: The model, its KV pool or the separator cannot serve blending.
+    """
+    runner = scheduler.tp_worker.model_runner
+    check_runner(runner, config.blend_check_layer)
+    layers = sglang.decoder_layers(runner.model)
+    check_layers(layers)
+    rotation = read_rotation(layers)
+    separator = find_separator(scheduler.tokenizer, config.blend_separator)
+    model = _model_fingerprint(scheduler)
+    tree = scheduler.tree_cache
+    store = ChunkStore(tree, scheduler.page_size)
+    builder = ChunkBuilder(scheduler, store)
+    runtime = BlendRuntime(
+        intake=Intake(
+            config,
+            model,
+            separator_id=None if separator is None else separator.token_id,
+            bos_token_id=_bos_token_id(scheduler),
+        ),
+        admission=Admission(store, builder, build_first=config.blend_on_miss == "build"),
+        builder=builder,
+        fusor=Fusor(runner, rotation, config.blend_check_layer),
+        metrics=BlendMetrics(
+            publish=bool(scheduler.server_args.enable_metrics),
+            labels={"model_name": str(scheduler.server_args.served_model_name)},
+        ),
+        tree=tree,
+        description=_describe(config, separator, model),
+    )
+    logger.info(
+        "sgl-blend: on with %d hooks, %s, separator %r",
+        len(_hook_table()),
+        config,
+        None if separator is None else separator.text,
+    )
+    return runtime
+
+
+def _describe(
+    config: BlendConfig, separator: Separator | None, model: ModelFingerprint
+) -> dict[str, Any]:
+    return {
+        **msgspec.to_builtins(config),
+        "separator": None if separator is None else separator.text,
+        "separator_id": None if separator is None else separator.token_id,
+        "model_fingerprint": model,
+    }
+
+
+def _bos_token_id(scheduler: Any) -> int | None:
+    bos: int | None = getattr(scheduler.model_config.hf_config, "bos_token_id", None)
+    return bos
+
+
+def _model_fingerprint(scheduler: Any) -> ModelFingerprint:
+    """Digest what decides the meaning of KV bytes: weights' origin, architecture and dtypes."""
+    config = scheduler.model_config
+    args = scheduler.server_args
+    return fingerprint(
+        "\n".join(
+            str(part)
+            for part in (
+                args.model_path,
+                args.revision,
+                args.load_format,
+                args.quantization,
+                config.dtype,
+                scheduler.tp_worker.model_runner.kv_cache_dtype,
+                config.hf_config.to_json_string(use_diff=False),
+            )
+        )
+    )

@@ -1,0 +1,241 @@
+"""Admission: what of a request is stored, and the plan that reuses it.
+
+Runs inside the scheduler's own admission of a request, on the scheduler thread. Locks on chunk nodes
+are taken before SGLang counts free memory, so that a plan can never make an allocation fail: if the
+request does not fit beside its locked chunks, the locks go back and it is admitted without a plan.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.fallback import FallbackReason
+from sgl_blend.plan import BlendPlan, ReusedSpan
+from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
+from sgl_blend.request import Span
+from sgl_blend.scheduler.builds import AddReq, ChunkBuilder
+from sgl_blend.scheduler.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the tree holds of a request behind its radix prefix.
+
+    Attributes:
+        hits: Chunks of which something is stored, in prompt order.
+        missing: Identities of chunks that are not stored completely.
+        exact: KV equal to a full prefill's that begins where the radix prefix ends, and the match
+            it comes from; None if there is none.
+    """
+
+    hits: tuple[ChunkHit, ...]
+    missing: tuple[ChunkKey, ...]
+    exact: tuple[ReusedSpan, sglang.TreeMatch] | None
+
+
+class Admission:
+    """Decides for each request whether it is blended, and from what."""
+
+    def __init__(self, store: ChunkStore, builder: ChunkBuilder, *, build_first: bool) -> None:
+        self._store = store
+        self._builder = builder
+        self._build_first = build_first
+
+    def add(self, req: Any, state: RequestState, adder: Any, add: AddReq) -> Any:
+        """Admit a request with whatever plan it can have.
+
+        Args:
+            req: SGLang's request, matched against the tree.
+            state: Its state; the plan and its locks go there.
+            adder: SGLang's PrefillAdder of the batch.
+            add: Stock admission of one request.
+
+        Returns:
+            SGLang's verdict.
+        """
+        reason = state.fallback or _why_not(req, state)
+        if reason is not None:
+            return self._add_plain(req, state, adder, add, reason)
+        lookup = self._look_up(req, state)
+        if self._build_first and lookup.missing and not state.build_failed:
+            verdict = self._build(state, lookup.missing, adder, add)
+            if verdict is not None:
+                return verdict
+            lookup = self._look_up(req, state)
+        plan = _make_plan(req, state, lookup)
+        if plan is None:
+            verdict = self._add_plain(req, state, adder, add, _why_no_plan(req, state), lookup)
+        else:
+            verdict = self._add_planned(req, state, adder, add, plan, lookup)
+        if req in adder.can_run_list and not self._build_first:
+            self._builder.enqueue(lookup.missing)
+        return verdict
+
+    def _add_plain(
+        self,
+        req: Any,
+        state: RequestState,
+        adder: Any,
+        add: AddReq,
+        reason: FallbackReason,
+        lookup: Lookup | None = None,
+    ) -> Any:
+        verdict = add(req)
+        if _was_admitted(req, adder):
+            state.plan = None
+            missing = 0 if lookup is None else len(lookup.missing)
+            state.start_admission(hits=0, misses=missing, fallback=reason)
+        return verdict
+
+    def _add_planned(
+        self,
+        req: Any,
+        state: RequestState,
+        adder: Any,
+        add: AddReq,
+        plan: BlendPlan,
+        lookup: Lookup,
+    ) -> Any:
+        matches = [hit.match for hit in lookup.hits]
+        if lookup.exact is not None:
+            matches.append(lookup.exact[1])
+        locks = [self._store.lock(match) for match in matches]
+        verdict = add(req)
+        if _was_admitted(req, adder):
+            state.plan, state.locks = plan, locks
+            state.start_admission(hits=len(lookup.hits), misses=len(lookup.missing), fallback=None)
+            return verdict
+        for held in locks:
+            self._store.unlock(held)
+        if sglang.is_out_of_memory(verdict):
+            return self._add_plain(req, state, adder, add, FallbackReason.NO_MEMORY, lookup)
+        return verdict
+
+    def _build(
+        self, state: RequestState, missing: tuple[ChunkKey, ...], adder: Any, add: AddReq
+    ) -> Any | None:
+        """Build a request's missing chunks first; None once nothing is left to wait for."""
+        builder = self._builder
+        if any(builder.is_in_flight(key) for key in missing):
+            state.tried.update(key for key in missing if builder.is_building(key))
+            return sglang.continue_verdict()
+        # What was built for this request and is gone was evicted: the pool cannot hold it all.
+        prefix = missing[0].prefix_only
+        untried = [key for key in dict.fromkeys(missing) if key not in state.tried]
+        if not untried or (prefix in state.tried and not self._store.is_complete(prefix)):
+            state.build_failed = True
+            return None
+        if not builder.may_join(adder):
+            return sglang.stop_verdict()
+        if not builder.build_now(untried, adder, add):
+            state.build_failed = True
+            return None
+        state.tried.update(key for key in (prefix, *untried) if builder.is_building(key))
+        return sglang.continue_verdict()
+
+    def _look_up(self, req: Any, state: RequestState) -> Lookup:
+        prefix = sglang.prefix_length(req)
+        hits: list[ChunkHit] = []
+        missing: list[tuple[Span, ChunkKey]] = []
+        for key, span in zip(state.keys, state.spans, strict=True):
+            if span.stop <= prefix:
+                continue
+            hit = self._store.find(key, span)
+            if hit is not None and span.start + hit.num_tokens > prefix:
+                hits.append(hit)
+            if hit is None or not self._store.holds_all(hit):
+                missing.append((span, key))
+        exact = self._find_exact(req, state, hits, prefix)
+        covered = prefix if exact is None else exact[0].stop
+        needed = tuple(key for span, key in missing if span.stop > covered)
+        return Lookup(tuple(hits), needed, exact)
+
+    def _find_exact(
+        self, req: Any, state: RequestState, hits: list[ChunkHit], prefix: int
+    ) -> tuple[ReusedSpan, sglang.TreeMatch] | None:
+        """Find the longest stored KV that a full prefill would compute itself.
+
+        The build prefix is one such piece if it is the prompt's own beginning, together with the
+        chunk right behind it; the client's exact namespace may hold a longer one.
+        """
+        tokens = sglang.prompt_of(req)
+        limit = state.num_tokens - 1
+        matches = []
+        key, first = state.keys[0], state.spans[0]
+        built_in_place = key.prefix_length == first.start
+        if built_in_place:
+            in_place = [hit.match for hit in hits if hit.span == first]
+            matches += in_place or [
+                self._store.find_prefix(
+                    tokens, salt=key.salt, extra_key=key.extra_key, limit=first.start
+                )
+            ]
+        if not self._build_first:
+            matches.append(
+                self._store.find_prefix(
+                    tokens, salt=state.client_salt, extra_key=key.extra_key, limit=limit
+                )
+            )
+        if not matches:
+            return None
+        best = max(matches, key=len)
+        stop = min(len(best), limit)
+        if stop <= prefix:
+            return None
+        return ReusedSpan(prefix, prefix, best.slots[prefix:stop]), best
+
+
+def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
+    """Name a property of the request that blending does not serve."""
+    if len(req.origin_input_ids) != state.num_tokens or req.to_finish is not None:
+        return FallbackReason.MALFORMED  # SGLang shortens a request that it is about to abort
+    if req.session is not None:
+        return FallbackReason.SESSION
+    if (
+        req.multimodal_inputs is not None
+        or req.input_embeds is not None
+        or req.positional_embed_overrides is not None
+        or req.multi_item_delimiter_indices is not None
+        or req.token_indices_to_pool is not None
+    ):
+        return FallbackReason.MULTIMODAL
+    if req.return_hidden_states:
+        return FallbackReason.HIDDEN_STATES
+    if req.beam_group is not None:
+        return FallbackReason.BEAM_SEARCH
+    return None
+
+
+def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | None:
+    exact = None if lookup.exact is None else lookup.exact[0]
+    behind = sglang.prefix_length(req) if exact is None else exact.stop
+    computed_from = state.num_tokens - 1
+    if req.return_logprob and req.logprob_start_len >= 0:
+        computed_from = min(computed_from, req.logprob_start_len)
+    spans = []
+    for hit in lookup.hits:
+        slots = hit.match.slots[hit.prefix_length :]
+        span = ReusedSpan(hit.span.start, hit.prefix_length, slots)
+        clipped = span.clip(behind, computed_from)
+        if clipped is not None:
+            spans.append(clipped)
+    if exact is None and not spans:
+        return None
+    return BlendPlan(
+        exact=exact,
+        spans=tuple(spans),
+        computed_from=computed_from,
+        policy=state.policy,
+        ratio=state.ratio,
+    )
+
+
+def _why_no_plan(req: Any, state: RequestState) -> FallbackReason:
+    if state.build_failed:
+        return FallbackReason.BUILD_NOT_ADMITTED
+    covered = all(span.stop <= sglang.prefix_length(req) for span in state.spans)
+    return FallbackReason.CACHED if covered else FallbackReason.NO_HIT
+
+
+def _was_admitted(req: Any, adder: Any) -> bool:
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req

@@ -1,0 +1,124 @@
+"""Intake: what the scheduler does with a request when it arrives, before SGLang looks at it."""
+
+import itertools
+from typing import Any
+
+from sgl_blend.config import BlendConfig
+from sgl_blend.errors import RequestError
+from sgl_blend.fallback import FallbackReason
+from sgl_blend.namespaces import ModelFingerprint, blend_salt, chunk_salt
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.request import (
+    ChunkedPrompt,
+    Overrides,
+    Span,
+    check_salt,
+    locate_chunks,
+    parse_overrides,
+)
+from sgl_blend.scheduler.request_state import RequestState
+
+
+class Intake:
+    """Reads chunks and overrides of arriving requests and moves blended ones to their namespace."""
+
+    def __init__(
+        self,
+        config: BlendConfig,
+        model: ModelFingerprint,
+        *,
+        separator_id: int | None,
+        bos_token_id: int | None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._separator_id = separator_id
+        self._bos_token_id = bos_token_id
+        self._serials = itertools.count()
+
+    def read(self, recv_req: Any) -> RequestState:
+        """Take the markers out of a request and say what can be reused of it.
+
+        Args:
+            recv_req: SGLang's TokenizedGenerateReqInput. Separators are removed from its tokens,
+                and if it has chunks its cache salt becomes a blended namespace.
+
+        Returns:
+            The state to put on the request.
+        """
+        if recv_req.input_ids is None:
+            return self._plain(recv_req, 0, FallbackReason.MULTIMODAL)
+        try:
+            check_salt(recv_req.cache_salt)
+            overrides = parse_overrides(recv_req.sampling_params.custom_params, self._config)
+            prompt = locate_chunks(recv_req.input_ids, overrides.offsets, self._separator_id)
+        except RequestError:
+            # The tokenizer process answers these with 400. A request that came another way is
+            # served in full; ending the scheduler would end everybody's requests.
+            return self._plain(recv_req, len(recv_req.input_ids), FallbackReason.MALFORMED)
+        recv_req.input_ids = prompt.token_ids
+        spans = tuple(
+            span for span in prompt.spans if len(span) >= self._config.blend_min_chunk_tokens
+        )
+        if not overrides.enabled or not spans:
+            reason = FallbackReason.NO_CHUNKS if overrides.enabled else FallbackReason.DISABLED
+            return self._plain(recv_req, len(prompt.token_ids), reason)
+        return self._blended(recv_req, prompt, spans, overrides)
+
+    def _blended(
+        self,
+        recv_req: Any,
+        prompt: ChunkedPrompt,
+        spans: tuple[Span, ...],
+        overrides: Overrides,
+    ) -> RequestState:
+        client_salt = recv_req.cache_salt
+        salt = chunk_salt(self._model, client_salt)
+        prefix = self._build_prefix(prompt)
+        keys = tuple(
+            ChunkKey(
+                salt=salt,
+                extra_key=recv_req.extra_key,
+                prefix=prefix,
+                tokens=prompt.token_ids[span.start : span.stop].tobytes(),
+            )
+            for span in spans
+        )
+        alone = self._config.blend_on_miss == "build"
+        recv_req.cache_salt = blend_salt(
+            self._model,
+            client_salt,
+            policy=overrides.policy,
+            ratio=overrides.ratio,
+            check_layer=self._config.blend_check_layer,
+            serial=next(self._serials) if alone else None,
+        )
+        return RequestState(
+            num_tokens=len(prompt.token_ids),
+            spans=spans,
+            keys=keys,
+            client_salt=client_salt,
+            policy=overrides.policy,
+            ratio=overrides.ratio,
+        )
+
+    def _build_prefix(self, prompt: ChunkedPrompt) -> bytes:
+        """Return what the prompt's chunks are built behind: its first segment, else BOS."""
+        first = prompt.token_ids[: prompt.spans[0].start]
+        if len(first) <= self._config.blend_max_build_prefix:
+            return first.tobytes()
+        bos = prompt.token_ids[:0]
+        if self._bos_token_id is not None:
+            bos.append(self._bos_token_id)
+        return bos.tobytes()
+
+    def _plain(self, recv_req: Any, num_tokens: int, reason: FallbackReason) -> RequestState:
+        return RequestState(
+            num_tokens=num_tokens,
+            spans=(),
+            keys=(),
+            client_salt=recv_req.cache_salt,
+            policy=self._config.blend_policy,
+            ratio=self._config.blend_recompute_ratio,
+            fallback=reason,
+        )

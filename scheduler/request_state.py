@@ -1,0 +1,105 @@
+"""What the scheduler process remembers of one request; it lives on the request and dies with it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.fallback import FallbackReason
+from sgl_blend.plan import BlendPlan, Window
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.request import Span
+
+ATTRIBUTE = "sgl_blend"
+"""Attribute of SGLang's Req that holds the state."""
+
+
+@dataclass(slots=True)
+class RequestState:
+    """State of one request, owned by the scheduler thread.
+
+    Attributes:
+        num_tokens: Tokens of the prompt, separators taken out.
+        spans: Chunks long enough to be reused.
+        keys: Identity of each span's KV, in the same order.
+        client_salt: The exact namespace of the client.
+        policy: Selection policy.
+        ratio: Share of reused tokens to recompute.
+        fallback: Why the request is not blended; None while it may be.
+        plan: What is reused in the current admission; None if nothing is.
+        locks: Chunk nodes held for the plan.
+        unprocessed_steps: Admitted prefill steps whose result is not in yet.
+        all_steps_admitted: Whether the last prefill step is admitted.
+        tried: Chunks whose build this request has waited for.
+        build_failed: Whether a missing chunk could not be built or kept.
+        report: What the client learns, kept current.
+    """
+
+    num_tokens: int
+    spans: tuple[Span, ...]
+    keys: tuple[ChunkKey, ...]
+    client_salt: str | None
+    policy: str
+    ratio: float
+    fallback: FallbackReason | None = None
+    plan: BlendPlan | None = None
+    locks: list[sglang.TreeLock] = field(default_factory=list)
+    unprocessed_steps: int = 0
+    all_steps_admitted: bool = False
+    tried: set[ChunkKey] = field(default_factory=set)
+    build_failed: bool = False
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.report.update(
+            prompt_tokens=self.num_tokens,
+            prefix_tokens=0,
+            reused_tokens=0,
+            recomputed_tokens=0,
+            computed_tokens=0,
+            chunk_hits=0,
+            chunk_misses=0,
+            policy=self.policy,
+            ratio=self.ratio,
+            fallback=None if self.fallback is None else str(self.fallback),
+        )
+
+    def start_admission(self, *, hits: int, misses: int, fallback: FallbackReason | None) -> None:
+        """Begin to count anew; a retracted request is admitted again from the start."""
+        self.unprocessed_steps = 0
+        self.all_steps_admitted = False
+        self.build_failed = False
+        self.tried.clear()
+        self.report.update(
+            prefix_tokens=0,
+            reused_tokens=0,
+            recomputed_tokens=0,
+            computed_tokens=0,
+            chunk_hits=hits,
+            chunk_misses=misses,
+            fallback=None if fallback is None else str(fallback),
+        )
+
+    def count_step(self, start: int, stop: int, window: Window | None, *, last: bool) -> None:
+        """Count the tokens of one admitted prefill step over [start, stop)."""
+        self.unprocessed_steps += 1
+        self.all_steps_admitted = last
+        report = self.report
+        # Tokens a retracted request had generated are prefilled again; they are not of the prompt.
+        stop = min(stop, self.num_tokens)
+        if report["prefix_tokens"] == 0 and report["computed_tokens"] == 0:
+            report["prefix_tokens"] = min(start, self.num_tokens)
+        head = reused = recomputed = 0
+        if window is not None:
+            head = window.head_stop - window.start
+            recomputed = window.num_recomputed
+            reused = window.num_dropped
+        report["prefix_tokens"] += head
+        report["reused_tokens"] += reused
+        report["recomputed_tokens"] += recomputed
+        report["computed_tokens"] += max(0, stop - start) - head - reused - recomputed
+
+
+def state_of(req: Any) -> RequestState | None:
+    """Return the state of a request, or None for requests the plugin does not look at."""
+    state: RequestState | None = getattr(req, ATTRIBUTE, None)
+    return state

@@ -1,0 +1,168 @@
+"""The scheduler process's side of the plugin: its parts, and the life of a request through them."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.fusor import Fusor
+from sgl_blend.metrics import BlendMetrics
+from sgl_blend.plan import Window
+from sgl_blend.scheduler.admission import Admission
+from sgl_blend.scheduler.builds import ChunkBuilder, is_build
+from sgl_blend.scheduler.intake import Intake
+from sgl_blend.scheduler.request_state import RequestState, state_of
+
+logger = logging.getLogger(__name__)
+
+
+class BlendRuntime:
+    """What one scheduler holds of sgl-blend; owned by the scheduler thread.
+
+    A request is read on arrival, planned at admission, fused in its prefill steps and released when
+    the result of the last step is in, or when SGLang gives up its memory, whichever comes first.
+    """
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        admission: Admission,
+        builder: ChunkBuilder,
+        fusor: Fusor,
+        metrics: BlendMetrics,
+        tree: Any,
+        description: dict[str, Any],
+    ) -> None:
+        self.intake = intake
+        self.builder = builder
+        self._admission = admission
+        self._fusor = fusor
+        self._metrics = metrics
+        self._tree = tree
+        self._description = description
+        self._planned: dict[str, RequestState] = {}
+
+    # --- admission ---
+
+    def add_one_req(self, orig: Callable[..., Any], adder: Any, req: Any, args: Any) -> Any:
+        """Admit a request; called in place of PrefillAdder.add_one_req, which is orig."""
+
+        def add(candidate: Any) -> Any:
+            if candidate is not req:
+                candidate.init_next_round_input(self._tree)
+            if is_build(candidate):
+                self.builder.prepare(candidate)
+            return orig(adder, candidate, *args[0], **args[1])
+
+        if is_build(req):
+            return add(req) if self.builder.may_join(adder) else sglang.stop_verdict()
+        state = state_of(req)
+        if state is None:
+            return orig(adder, req, *args[0], **args[1])
+
+        def add_unless_building(candidate: Any) -> Any:
+            if not is_build(candidate) and any(is_build(other) for other in adder.can_run_list):
+                return sglang.stop_verdict()
+            return add(candidate)
+
+        verdict = self._admission.add(req, state, adder, add_unless_building)
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            self._count_step(req, state)
+        return verdict
+
+    def continue_chunked(self, req: Any, adder: Any) -> None:
+        """Note that a further step of a chunked prefill was admitted."""
+        state = state_of(req)
+        if state is not None and req in adder.can_run_list:
+            self._count_step(req, state)
+
+    def _count_step(self, req: Any, state: RequestState) -> None:
+        start, stop = req.extend_range.start, req.extend_range.end
+        window = None if state.plan is None else state.plan.window(start, stop)
+        last = stop >= len(sglang.prompt_of(req))
+        state.count_step(start, stop, window, last=last)
+        if state.plan is not None:
+            self._planned[req.rid] = state
+        self.builder.earn(stop - start)
+        if req.customized_info is None:
+            req.customized_info = {"sgl_blend": [state.report]}
+
+    # --- forward ---
+
+    def forward(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
+        """Run one forward; called in place of ModelRunner._forward_raw, which is orig."""
+        builds = [i for i, rid in enumerate(batch.rids) if rid.startswith(sglang.BUILD_RID_PREFIX)]
+        if builds and len(batch.rids) > 1:
+            others = [i for i in range(len(batch.rids)) if i not in builds]
+            groups = [[i] for i in builds] + ([others] if others else [])
+            return sglang.join_outputs(
+                [
+                    (
+                        group,
+                        self._forward_group(orig, runner, sglang.take_requests(batch, group), args),
+                    )
+                    for group in groups
+                ]
+            )
+        return self._forward_group(orig, runner, batch, args)
+
+    def _forward_group(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
+        windows = self._windows(batch)
+        if not any(windows):
+            return orig(runner, batch, *args[0], **args[1])
+        return self._fusor.run(batch, windows)
+
+    def _windows(self, batch: Any) -> list[Window | None]:
+        windows: list[Window | None] = []
+        for rid, start, length in zip(
+            batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True
+        ):
+            state = self._planned.get(rid)
+            plan = None if state is None else state.plan
+            windows.append(None if plan is None else plan.window(start, start + length))
+        return windows
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any forward could concern this plugin."""
+        return bool(self._planned) or self.builder.has_in_flight
+
+    # --- release ---
+
+    def finish_step(self, batch: Any) -> None:
+        """Release what the requests of a processed prefill batch no longer need."""
+        for req in batch.reqs:
+            state = state_of(req)
+            if state is None or state.unprocessed_steps == 0:
+                continue
+            state.unprocessed_steps -= 1
+            if state.unprocessed_steps == 0 and state.all_steps_admitted:
+                self._metrics.add(state.report)
+                self.release(req)
+
+    def release(self, req: Any) -> None:
+        """Give back the locks of a request and forget its plan; harmless if it has none."""
+        state = state_of(req)
+        if state is None:
+            return
+        for held in state.locks:
+            self._tree_unlock(held)
+        state.locks = []
+        state.plan = None
+        self._planned.pop(req.rid, None)
+
+    def _tree_unlock(self, held: sglang.TreeLock) -> None:
+        sglang.unlock(self._tree, held)
+
+    # --- what operators see ---
+
+    def describe(self) -> dict[str, Any]:
+        """Return settings and totals for /server_info."""
+        return {
+            **self._description,
+            **self._metrics.totals,
+            "fallbacks": dict(self._metrics.fallbacks),
+            "chunks_built": self.builder.num_built,
+            "chunks_pending": self.builder.num_pending,
+        }

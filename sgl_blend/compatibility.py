@@ -1,0 +1,155 @@
+"""What is refused at start, by name: server features that would blend wrongly or were never tried.
+
+Everything not listed is served; what cannot be blended for one request only drops that request's plan
+(fallback.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_blend.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A server setting that excludes blending.
+
+    Attributes:
+        flag: The flag to change.
+        applies: Tells from SGLang's ServerArgs whether it is set.
+        why: Completes the sentence "is not supported with enable_blend: ...".
+    """
+
+    flag: str
+    applies: Callable[[Any], bool]
+    why: str
+
+
+def _is_set(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, None))
+
+
+def _above_one(name: str) -> Callable[[Any], bool]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+REFUSALS = (
+    Refusal(
+        "--disable-radix-cache", _is_set("disable_radix_cache"), "chunks live in the radix tree"
+    ),
+    Refusal("--tp-size", _above_one("tp_size"), "selection is not yet shared between ranks"),
+    Refusal("--pp-size", _above_one("pp_size"), "the check layer may lie on another stage"),
+    Refusal(
+        "--dp-size", _above_one("dp_size"), "replicas are not tested yet; start one server each"
+    ),
+    Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), "row counts are padded"),
+    Refusal("--attn-cp-size", _above_one("attn_cp_size"), "rows are split over ranks"),
+    Refusal("--dcp-size", _above_one("dcp_size"), "rows are split over ranks"),
+    Refusal(
+        "--speculative-algorithm",
+        _is_set("speculative_algorithm"),
+        "the draft needs the hidden state of every row",
+    ),
+    Refusal("--enable-lora", _is_set("enable_lora"), "adapter segments follow full rows"),
+    Refusal("--lora-paths", _is_set("lora_paths"), "adapter segments follow full rows"),
+    Refusal(
+        "--enable-deterministic-inference",
+        _is_set("enable_deterministic_inference"),
+        "which tokens are recomputed depends on the cache",
+    ),
+    Refusal("--is-embedding", _is_set("is_embedding"), "pooling reads every row"),
+    Refusal(
+        "--disaggregation-mode",
+        lambda args: getattr(args, "disaggregation_mode", None) not in (None, "null"),
+        "prefill and decode on separate servers are not tested",
+    ),
+    Refusal(
+        "--enable-hierarchical-cache",
+        _is_set("enable_hierarchical_cache"),
+        "chunks on the host are not loaded back yet",
+    ),
+    Refusal(
+        "--radix-cache-backend", _is_set("radix_cache_backend"), "only SGLang's own tree is known"
+    ),
+    Refusal("--enable-lmcache", _is_set("enable_lmcache"), "only SGLang's own tree is known"),
+    Refusal("--enable-flexkv", _is_set("enable_flexkv"), "only SGLang's own tree is known"),
+    Refusal(
+        "--kv-cache-dtype",
+        lambda args: getattr(args, "kv_cache_dtype", "auto") not in ("auto", "bf16", "bfloat16"),
+        "quantised keys cannot be rotated yet",
+    ),
+    Refusal("--enable-two-batch-overlap", _is_set("enable_two_batch_overlap"), "batches are split"),
+    Refusal("--enable-single-batch-overlap", _is_set("enable_single_batch_overlap"), "untested"),
+    Refusal("--enable-pdmux", _is_set("enable_pdmux"), "prefill runs in its own layer splits"),
+    Refusal("--dllm-algorithm", _is_set("dllm_algorithm"), "there is no causal prefill"),
+    Refusal(
+        "--enable-return-routed-experts",
+        _is_set("enable_return_routed_experts"),
+        "rows are dropped",
+    ),
+    Refusal("--cpu-offload-gb", _is_set("cpu_offload_gb"), "layers are not run by model.forward"),
+    Refusal("--enable-hisparse", _is_set("enable_hisparse"), "KV is not laid out per token"),
+    Refusal(
+        "--enable-streaming-session", _is_set("enable_streaming_session"), "slots outlive requests"
+    ),
+    Refusal(
+        "--tokenizer-worker-num", _above_one("tokenizer_worker_num"), "its workers load no plugins"
+    ),
+)
+
+
+def check_server_args(server_args: Any) -> None:
+    """Refuse settings that exclude blending.
+
+    Raises:
+        UnsupportedError: One is set; the message names the flag.
+    """
+    for refusal in REFUSALS:
+        if refusal.applies(server_args):
+            raise UnsupportedError(
+                f"{refusal.flag} is not supported with enable_blend: {refusal.why}"
+            )
+
+
+def check_runner(runner: Any, check_layer: int) -> None:
+    """Refuse models and KV pools that cannot be blended, once they are loaded.
+
+    Raises:
+        UnsupportedError: The model or pool is of a kind the fusor cannot serve.
+    """
+    config = runner.model_config
+    num_layers = config.num_hidden_layers
+    if check_layer >= num_layers - 1:
+        raise UnsupportedError(
+            f"blend_check_layer must be below the last of {num_layers} layers, got {check_layer}"
+        )
+    pool = type(runner.token_to_kv_pool).__name__
+    if pool != "MHATokenToKVPool":
+        raise UnsupportedError(f"enable_blend: KV pool {pool} is not supported")
+    keys = runner.token_to_kv_pool.get_key_buffer(0)
+    if keys.dim() != 3 or not keys.dtype.is_floating_point or keys.dtype.itemsize < 2:
+        raise UnsupportedError(
+            f"enable_blend: KV pool of {keys.dtype} with {keys.dim()} dimensions is not supported"
+        )
+    if config.is_multimodal:
+        raise UnsupportedError("enable_blend: multimodal models are not supported")
+
+
+def check_layers(layers: list[Any]) -> None:
+    """Refuse decoder layers whose attention is more than causal softmax attention.
+
+    Raises:
+        UnsupportedError: A layer has a sliding window, a logit cap or its own attention kind.
+    """
+    for index, layer in enumerate(layers):
+        attention = getattr(getattr(layer, "self_attn", None), "attn", None)
+        if type(attention).__name__ != "RadixAttention":
+            raise UnsupportedError(f"enable_blend: layer {index} has no plain self-attention")
+        assert attention is not None
+        if attention.sliding_window_size not in (None, -1):
+            raise UnsupportedError(f"enable_blend: layer {index} has a sliding window")
+        if attention.logit_cap:
+            raise UnsupportedError(f"enable_blend: layer {index} caps its attention logits")
+        if attention.attn_type.value != "decoder" or attention.is_cross_attention:
+            raise UnsupportedError(f"enable_blend: layer {index} is not causal self-attention")

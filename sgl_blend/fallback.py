@@ -1,0 +1,19 @@
+"""Why a request was served without blending; every reason has a name and a count."""
+
+from enum import StrEnum
+
+
+class FallbackReason(StrEnum):
+    """Closed set, so a dashboard can list every reason there is."""
+
+    DISABLED = "disabled by the request"
+    NO_CHUNKS = "no chunk in the prompt"
+    NO_HIT = "no chunk of the prompt is stored"
+    CACHED = "the radix prefix covers every chunk"
+    NO_MEMORY = "the pool cannot hold the request beside its chunks"
+    BUILD_NOT_ADMITTED = "a missing chunk could not be built"
+    MALFORMED = "malformed blend parameters"
+    SESSION = "requests of a session are not blended"
+    MULTIMODAL = "prompts with embeddings or images are not blended"
+    HIDDEN_STATES = "requests that return hidden states are not blended"
+    BEAM_SEARCH = "beam search is not blended"

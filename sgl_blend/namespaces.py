@@ -1,0 +1,50 @@
+"""Radix namespaces: what keeps chunk KV, blended KV and exact KV, models and tenants apart.
+
+A namespace is a cache salt; SGLang's tree never matches across two. The client's own salt comes last
+in each of ours and may not begin like one (request.check_salt), so no client can name another's.
+
+    exact      <client salt>                          prompts as stock SGLang caches them
+    chunks     sgl-blend:c:<model>:<client salt>      [build prefix][chunk], built alone
+    blended    sgl-blend:b:<model>:<how>:<client salt>    prompts whose KV was blended
+"""
+
+import hashlib
+from typing import NewType
+
+from sgl_blend.request import RESERVED_SALT
+
+ModelFingerprint = NewType("ModelFingerprint", str)
+"""Digest of everything that decides what a model's KV bytes mean."""
+
+
+def fingerprint(description: str) -> ModelFingerprint:
+    """Digest a description of the model: weights, architecture, dtypes, rotation."""
+    return ModelFingerprint(hashlib.sha256(description.encode()).hexdigest()[:16])
+
+
+def chunk_salt(model: ModelFingerprint, client_salt: str | None) -> str:
+    """Name the namespace in which a client's chunks are stored."""
+    return f"{RESERVED_SALT}c:{model}:{client_salt or ''}"
+
+
+def blend_salt(
+    model: ModelFingerprint,
+    client_salt: str | None,
+    *,
+    policy: str,
+    ratio: float,
+    check_layer: int,
+    serial: int | None,
+) -> str:
+    """Name the namespace of requests blended in one way.
+
+    Args:
+        model: The model's fingerprint.
+        client_salt: The client's own salt.
+        policy: Selection policy.
+        ratio: Recompute ratio.
+        check_layer: Layer at which tokens are selected.
+        serial: A number that no other request has, to share with nobody; None to share.
+    """
+    how = f"{policy}:{ratio!r}:{check_layer}:{'' if serial is None else serial}"
+    return f"{RESERVED_SALT}b:{model}:{how}:{client_salt or ''}"

@@ -1,0 +1,120 @@
+"""BlendPlan: for one request, which tokens take their KV from where, and how many are recomputed."""
+
+from dataclasses import dataclass
+
+import torch
+
+from sgl_blend.policies import recompute_budget
+
+
+@dataclass(frozen=True, slots=True)
+class ReusedSpan:
+    """A run of tokens whose KV lies in the pool already.
+
+    Attributes:
+        start: Position of its first token in the request.
+        source_start: Position its first key was rotated for.
+        slots: int64 [length], pool slots of the stored KV, on the pool's device.
+    """
+
+    start: int
+    source_start: int
+    slots: torch.Tensor
+
+    def __len__(self) -> int:
+        return int(self.slots.shape[0])
+
+    @property
+    def stop(self) -> int:
+        """Position one past the last token."""
+        return self.start + len(self)
+
+    def clip(self, start: int, stop: int) -> "ReusedSpan | None":
+        """Return the part inside [start, stop), or None if there is none."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        if start >= stop:
+            return None
+        skipped = start - self.start
+        slots = self.slots[skipped : skipped + stop - start]
+        return ReusedSpan(start, self.source_start + skipped, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What one forward step of a request does: rows [start, stop), of which some are not computed.
+
+    Attributes:
+        start: First position of the step.
+        stop: One past the last position.
+        head: Exact KV for [start, head.stop), copied as it is; its rows are never computed.
+        spans: Chunks behind the head, in order; their rows are computed up to the check layer.
+        num_recomputed: How many rows of the spans go on being computed.
+        policy: Name of the policy that selects them.
+    """
+
+    start: int
+    stop: int
+    head: ReusedSpan | None
+    spans: tuple[ReusedSpan, ...]
+    num_recomputed: int
+    policy: str
+
+    @property
+    def head_stop(self) -> int:
+        """First position whose row is computed at all."""
+        return self.start if self.head is None else self.head.stop
+
+    @property
+    def num_candidates(self) -> int:
+        """Rows of the spans."""
+        return sum(len(span) for span in self.spans)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that end at the check layer because their KV is reused."""
+        return self.num_candidates - self.num_recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class BlendPlan:
+    """Where a request's KV comes from.
+
+    Attributes:
+        exact: KV equal to a full prefill's, for positions [.., exact.stop) that the radix prefix
+            does not cover; None if there is none.
+        spans: Chunk KV to be blended, ascending, disjoint, behind exact.
+        computed_from: Positions from here on are always computed: the last token, and every
+            token whose logprob the client wants.
+        policy: Name of the selection policy.
+        ratio: Share of reused tokens that is recomputed.
+    """
+
+    exact: ReusedSpan | None
+    spans: tuple[ReusedSpan, ...]
+    computed_from: int
+    policy: str
+    ratio: float
+
+    def window(self, start: int, stop: int) -> Window | None:
+        """Return what the step over [start, stop) does, or None if it is a plain prefill.
+
+        The last row of a step is always computed, because the engine samples from it.
+        """
+        limit = min(stop - 1, self.computed_from)
+        head = self.exact.clip(start, limit) if self.exact is not None else None
+        if head is not None and head.start != start:
+            head = None
+        behind = start if head is None else head.stop
+        clipped = (span.clip(behind, limit) for span in self.spans)
+        spans = tuple(span for span in clipped if span is not None)
+        if head is None and not spans:
+            return None
+        num_reused = sum(len(span) for span in spans)
+        return Window(
+            start=start,
+            stop=stop,
+            head=head,
+            spans=spans,
+            num_recomputed=recompute_budget(self.policy, self.ratio, num_reused),
+            policy=self.policy,
+        )

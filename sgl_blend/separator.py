@@ -1,0 +1,88 @@
+"""The separator: a special token that marks chunk boundaries in text and that the model never sees."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_blend.errors import ConfigError
+
+_PREFERRED = ("reserved", "unused", "extra", "control", "fim", "sep", "repo", "file", "pad")
+"""Words in the names of special tokens that models leave alone, most idle first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Separator:
+    """A special token: its text, which clients put between chunks, and its id."""
+
+    text: str
+    token_id: int
+
+
+def find_separator(tokenizer: Any, wanted: str | None) -> Separator | None:
+    """Return the separator of a tokenizer.
+
+    Special tokens are cut out of a text before anything else is tokenised, so a chunk between two
+    of them has the same tokens wherever it stands.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer, or None (``--skip-tokenizer-init``).
+        wanted: The operator's choice, or None to choose one the model has no use for.
+
+    Returns:
+        The separator, or None if there is no tokenizer or no idle special token; chunks are then
+        marked by ``sgl_blend_spans`` only.
+
+    Raises:
+        ConfigError: The operator's choice is not one special token of the vocabulary.
+    """
+    if tokenizer is None:
+        if wanted is not None:
+            raise ConfigError("blend_separator needs a tokenizer, but skip_tokenizer_init is set")
+        return None
+    special = _special_tokens(tokenizer)
+    if wanted is not None:
+        if wanted not in special:
+            raise ConfigError(
+                f"blend_separator {wanted!r} is not a special token of the vocabulary; it has "
+                f"{_listing(special)}"
+            )
+        return Separator(wanted, special[wanted])
+    idle = sorted(
+        (rank, token_id, text)
+        for text, token_id in special.items()
+        if (rank := _rank(text)) is not None and not _is_in_use(tokenizer, text, token_id)
+    )
+    return Separator(idle[0][2], idle[0][1]) if idle else None
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int]:
+    added = {
+        token.content: token_id
+        for token_id, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    named = dict(zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True))
+    return {**named, **added}
+
+
+def _rank(text: str) -> int | None:
+    for rank, word in enumerate(_PREFERRED):
+        if re.search(word, text, re.IGNORECASE):
+            return rank
+    return None
+
+
+def _is_in_use(tokenizer: Any, text: str, token_id: int) -> bool:
+    used = (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+        tokenizer.unk_token_id,
+    )
+    return token_id in used or text in str(getattr(tokenizer, "chat_template", None) or "")
+
+
+def _listing(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")

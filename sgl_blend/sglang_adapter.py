@@ -1,0 +1,340 @@
+"""Everything that knows how SGLang spells things: one place to change when SGLang moves.
+
+Nothing here decides anything. Types of SGLang are Any to the type checker, so what crosses this
+module's boundary is typed by our own classes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_blend.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+BUILD_RID_PREFIX = "sgl-blend-build-"
+
+
+def probe() -> None:
+    """Check that this SGLang has the shapes this module relies on.
+
+    Raises:
+        UnsupportedError: It has not; the message names the missing piece.
+    """
+    from sglang.srt.managers.schedule_policy import PrefillAdder
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    wanted = {
+        "MatchResult.device_indices": "device_indices" in getattr(MatchResult, "_fields", ()),
+        "RadixKey(cache_salt=)": "cache_salt" in RadixKey.__init__.__code__.co_varnames,
+        "BasePrefixCache.insert_req": hasattr(BasePrefixCache, "insert_req"),
+        "PrefillAdder.add_chunked_req": hasattr(PrefillAdder, "add_chunked_req"),
+        "ModelRunner.forward_split_prefill": hasattr(ModelRunner, "forward_split_prefill"),
+        "KVWriteLoc": KVWriteLoc is not None,
+    }
+    missing = [name for name, there in wanted.items() if not there]
+    if missing:
+        raise UnsupportedError(
+            f"enable_blend: this SGLang has no {', '.join(missing)}; supported is 0.5.21"
+        )
+
+
+# --- radix tree ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMatch:
+    """A stored path: its KV slots and the node it ends at.
+
+    Attributes:
+        slots: int64 [num_tokens], device slots of the longest stored prefix of the key.
+        node: The tree's handle of the last node, to be locked while the slots are read.
+    """
+
+    slots: torch.Tensor
+    node: Any
+
+    def __len__(self) -> int:
+        return int(self.slots.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TreeLock:
+    """A lock on a node and the receipt its release needs."""
+
+    node: Any
+    receipt: Any
+
+
+def match(
+    tree: Any,
+    token_ids: array[int],
+    *,
+    salt: str | None,
+    extra_key: str | None,
+    limit: int | None = None,
+) -> TreeMatch:
+    """Find the longest prefix of token_ids stored on the device in one namespace."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    key = RadixKey(token_ids=token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
+    result = tree.match_prefix(MatchPrefixParams(key=key))
+    return TreeMatch(result.device_indices, result.last_device_node)
+
+
+def lock(tree: Any, node: Any) -> TreeLock:
+    """Keep a node and its ancestors from being evicted."""
+    return TreeLock(node, tree.inc_lock_ref(node).to_dec_params())
+
+
+def unlock(tree: Any, held: TreeLock) -> None:
+    """Give a lock back."""
+    tree.dec_lock_ref(held.node, held.receipt)
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+def new_build_request(
+    rid: str,
+    token_ids: array[int],
+    *,
+    salt: str,
+    extra_key: str | None,
+    vocab_size: int,
+    priority: int | None,
+) -> Any:
+    """Make a request that prefills token_ids into a namespace and ends at once."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    sampling.normalize(None)
+    return Req(
+        rid,
+        "",
+        token_ids,
+        sampling,
+        extra_key=extra_key,
+        cache_salt=salt,
+        vocab_size=vocab_size,
+        priority=priority,
+        eos_token_ids=set(),
+    )
+
+
+def continue_verdict() -> Any:
+    """Return what tells the scheduler to go on with the next request."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.CONTINUE
+
+
+def stop_verdict() -> Any:
+    """Return what tells the scheduler to close the batch."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return AddReqResult.OTHER
+
+
+def is_out_of_memory(verdict: Any) -> bool:
+    """Tell whether a request was refused because the pool cannot hold it."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return bool(verdict == AddReqResult.NO_TOKEN)
+
+
+def prompt_of(req: Any) -> array[int]:
+    """Return prompt and generated tokens, as the scheduler prefills them."""
+    tokens: array[int] = req.full_untruncated_fill_ids
+    return tokens
+
+
+def prefix_length(req: Any) -> int:
+    """Return how many tokens the radix tree gives the request, on the device or the host."""
+    return len(req.prefix_indices) + int(req.host_hit_length)
+
+
+# --- model and forward --------------------------------------------------------------------------
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Return the decoder layers of a causal language model.
+
+    Raises:
+        UnsupportedError: The model cannot be run layer by layer.
+    """
+    kind = type(model).__name__
+    if not hasattr(model, "forward_split_prefill"):
+        raise UnsupportedError(f"enable_blend: {kind} cannot be run layer by layer in this SGLang")
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if not layers:
+        raise UnsupportedError(f"enable_blend: {kind} has no decoder layers at model.layers")
+    return list(layers)
+
+
+@contextmanager
+def forward_with(backend: Any) -> Iterator[None]:
+    """Let RadixAttention of this forward call the given backend."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+
+    with forward_context(ForwardContext(attn_backend=backend)):
+        yield
+
+
+def copy_batch(forward_batch: Any) -> Any:
+    """Copy a ForwardBatch, so that rows can be taken out without the sampler noticing."""
+    batch = copy.copy(forward_batch)
+    if batch.forward_mode.is_mixed():
+        from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+        batch.forward_mode = ForwardMode.EXTEND
+    batch.split_index = 0
+    return batch
+
+
+def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> None:
+    """Keep only some token rows of a batch, in place.
+
+    Args:
+        batch: A ForwardBatch from copy_batch.
+        rows: int64, ascending, at least one row of every request.
+        rows_per_request: How many of them belong to each request.
+    """
+    removed = [
+        old - new for old, new in zip(batch.extend_seq_lens_cpu, rows_per_request, strict=True)
+    ]
+    device = batch.input_ids.device
+    batch.input_ids = batch.input_ids.index_select(0, rows)
+    batch.positions = batch.positions.index_select(0, rows)
+    batch.out_cache_loc = batch.out_cache_loc.index_select(0, rows)
+    batch.extend_seq_lens_cpu = rows_per_request
+    batch.extend_seq_lens = torch.tensor(rows_per_request, dtype=torch.int32).to(
+        device, non_blocking=True
+    )
+    batch.extend_start_loc = torch.cumsum(batch.extend_seq_lens, 0) - batch.extend_seq_lens
+    batch.extend_num_tokens = sum(rows_per_request)
+    batch.global_num_token_non_padded_cpu = batch.extend_num_tokens
+    if batch.extend_logprob_start_lens_cpu is not None:
+        # Removed rows lie before every row whose logprob is wanted (BlendPlan.computed_from).
+        batch.extend_logprob_start_lens_cpu = [
+            max(0, start - gone)
+            for start, gone in zip(batch.extend_logprob_start_lens_cpu, removed, strict=True)
+        ]
+
+
+def advance_prefix(batch: Any, tokens: list[int]) -> None:
+    """Declare that the first tokens of each request's step are in the pool already, in place."""
+    prefix = [old + more for old, more in zip(batch.extend_prefix_lens_cpu, tokens, strict=True)]
+    batch.extend_prefix_lens_cpu = prefix
+    batch.extend_prefix_lens = torch.tensor(prefix, dtype=torch.int32).to(
+        batch.input_ids.device, non_blocking=True
+    )
+
+
+def take_hidden_rows(batch: Any, rows: torch.Tensor) -> None:
+    """Keep only some rows of the hidden state between two layers, in place."""
+    if batch.residual_stream is not None:
+        from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+
+        hidden = residual_batch.fold(batch.hidden_states, batch)
+        batch.hidden_states = residual_batch.written(hidden.index_select(0, rows), batch)
+        return
+    batch.hidden_states = batch.hidden_states.index_select(0, rows)
+    if batch.residual is not None:
+        batch.residual = batch.residual.index_select(0, rows)
+
+
+def take_requests(forward_batch: Any, indices: list[int]) -> Any:
+    """Copy a ForwardBatch with only some of its requests."""
+    batch = copy.copy(forward_batch)
+    lengths = forward_batch.extend_seq_lens_cpu
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    device = forward_batch.input_ids.device
+    rows = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in indices]).to(device)
+    chosen = torch.tensor(indices).to(device)
+    for name in ("input_ids", "positions", "out_cache_loc"):
+        setattr(batch, name, getattr(forward_batch, name).index_select(0, rows))
+    for name in (
+        "req_pool_indices",
+        "seq_lens",
+        "orig_seq_lens",
+        "extend_seq_lens",
+        "extend_prefix_lens",
+    ):
+        value = getattr(forward_batch, name)
+        if value is not None:
+            setattr(batch, name, value.index_select(0, chosen))
+    for name in ("seq_lens_cpu", "req_pool_indices_cpu"):
+        value = getattr(forward_batch, name)
+        if value is not None:
+            setattr(batch, name, value[indices])
+    for name in (
+        "extend_seq_lens_cpu",
+        "extend_prefix_lens_cpu",
+        "extend_logprob_start_lens_cpu",
+        "rids",
+        "lora_ids",
+        "top_logprobs_nums",
+        "token_ids_logprobs",
+        "mm_inputs",
+    ):
+        value = getattr(forward_batch, name)
+        if value is not None:
+            setattr(batch, name, [value[i] for i in indices])
+    batch.batch_size = len(indices)
+    batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+    batch.extend_start_loc = torch.cumsum(batch.extend_seq_lens, 0) - batch.extend_seq_lens
+    batch.extend_num_tokens = int(rows.shape[0])
+    batch.global_num_token_non_padded_cpu = batch.extend_num_tokens
+    return batch
+
+
+def join_outputs(outputs: list[tuple[list[int], Any]]) -> Any:
+    """Put the outputs of several forwards of one batch back into one.
+
+    Args:
+        outputs: Per forward the requests it ran and its ModelRunnerOutput. Only one of them may
+            carry input logprobs; building requests have none.
+    """
+    _, first = max(outputs, key=lambda item: item[1].logits_output.input_token_logprobs is not None)
+    order = [index for indices, _ in outputs for index in indices]
+    logits = torch.cat([output.logits_output.next_token_logits for _, output in outputs])
+    place = torch.empty(len(order), dtype=torch.int64)
+    place[torch.tensor(order)] = torch.arange(len(order))
+    first.logits_output.next_token_logits = logits.index_select(0, place.to(logits.device))
+    first.can_run_graph = False
+    return first
+
+
+def model_output(logits_output: Any) -> Any:
+    """Wrap logits as ModelRunner._forward_raw returns them."""
+    from sglang.srt.model_executor.model_runner import ModelRunnerOutput
+
+    return ModelRunnerOutput(logits_output=logits_output, can_run_graph=False)
+
+
+def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Write fresh KV rows of one layer into the pool, as stock backends do."""
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
+
+
+def kv_slots_of_requests(batch: Any, req_to_token: torch.Tensor) -> list[torch.Tensor]:
+    """Return each request's pool slots, int64 [seq_len], in token order."""
+    lengths = batch.seq_lens_cpu.tolist()
+    table = req_to_token[:, : max(lengths)].index_select(0, batch.req_pool_indices)
+    return [table[i, :length].to(torch.int64) for i, length in enumerate(lengths)]
