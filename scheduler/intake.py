@@ -6,7 +6,7 @@ from typing import Any
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import RequestError
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.namespaces import ModelFingerprint, blend_salt, chunk_salt
+from sgl_blend.namespaces import ModelFingerprint, blend_salt, chunk_salt, rejected_salt
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.request import (
     ChunkedPrompt,
@@ -54,7 +54,9 @@ class Intake:
             prompt = locate_chunks(recv_req.input_ids, overrides.offsets, self._separator_id)
         except RequestError:
             # The tokenizer process answers these with 400. A request that came another way is
-            # served in full; ending the scheduler would end everybody's requests.
+            # served in full, in a namespace that it shares with nothing but its like; ending the
+            # scheduler would end everybody's requests.
+            recv_req.cache_salt = rejected_salt(recv_req.cache_salt)
             return self._plain(recv_req, len(recv_req.input_ids), FallbackReason.MALFORMED)
         recv_req.input_ids = prompt.token_ids
         spans = tuple(

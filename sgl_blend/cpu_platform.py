@@ -56,8 +56,65 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):
         return pool
 
     def get_paged_allocator_cls(self) -> type[Any]:
-        """Return SGLang's stock paged slot allocator."""
-        from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+        """Return SGLang's paged slot allocator, with torch in place of its two Triton kernels."""
+        return _torch_paged_allocator()
 
-        allocator: type[Any] = PagedTokenToKVPoolAllocator
-        return allocator
+
+def _torch_paged_allocator() -> type[Any]:
+    # The base class can only be imported once SGLang has settled on a platform.
+    from sglang.srt.mem_cache.allocator.paged import (
+        PagedTokenToKVPoolAllocator,
+        alloc_extend_naive,
+    )
+
+    class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+        """Allocates pages for several requests at once; SGLang's contract, in plain torch."""
+
+        def alloc_extend(
+            self,
+            prefix_lens: torch.Tensor,
+            prefix_lens_cpu: torch.Tensor,
+            seq_lens: torch.Tensor,
+            seq_lens_cpu: torch.Tensor,
+            last_loc: torch.Tensor,
+            extend_num_tokens: int,
+            num_new_pages: int | None = None,
+        ) -> torch.Tensor | None:
+            before, after = self._pages(prefix_lens), self._pages(seq_lens)
+            needed = int((after - before).sum()) if num_new_pages is None else num_new_pages
+            if not self._have_pages(needed):
+                return None
+            slots = torch.empty(extend_num_tokens, dtype=torch.int64, device=self.device)
+            alloc_extend_naive(
+                prefix_lens.to(torch.int64),
+                seq_lens.to(torch.int64),
+                last_loc.to(torch.int64),
+                self.free_pages,
+                slots,
+                self.page_size,
+                self.device,
+            )
+            self.free_pages = self.free_pages[needed:]
+            return slots
+
+        def alloc_decode(
+            self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+        ) -> torch.Tensor | None:
+            opens_page = self._pages(seq_lens) > self._pages(seq_lens - 1)
+            needed = int(opens_page.sum())
+            if not self._have_pages(needed):
+                return None
+            slots = last_loc.to(torch.int64) + 1
+            slots[opens_page] = self.free_pages[:needed] * self.page_size
+            self.free_pages = self.free_pages[needed:]
+            return slots
+
+        def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
+            return (lengths + self.page_size - 1) // self.page_size
+
+        def _have_pages(self, needed: int) -> bool:
+            if needed > len(self.free_pages):
+                self.merge_and_sort_free()
+            return needed <= len(self.free_pages)
+
+    return TorchPagedAllocator

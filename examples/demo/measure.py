@@ -1,0 +1,170 @@
+"""What a server answers and how soon: the same calls for the blending and the stock server."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import openai
+from servers import Server, ServerError
+
+FATES = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+"""What can happen to a prompt token; the four add up to prompt_tokens."""
+
+BUILD_TIMEOUT_S = 180.0
+SAME_LOGPROB = 1e-3
+"""The streamed token's logprob must agree this well with the distribution read afterwards."""
+
+Track = Callable[[str, Iterable[str]], Iterator[str]]
+"""Show a stage's progress while its prompts are iterated: (description, prompts) -> prompts."""
+
+Params = dict[str, Any] | None
+"""What goes into custom_params, or None for a server without the plugin."""
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The streamed first token of an answer: seconds until it came, and its logprob."""
+
+    ttft_s: float
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All prompts once.
+
+    Attributes:
+        ttft_s: Time to first token, one per prompt.
+        logprobs: float64 [num_prompts, vocab_size], distribution of the first token.
+        counts: Tokens by fate, chunk hits and misses over all prompts; empty for a stock server.
+    """
+
+    ttft_s: tuple[float, ...]
+    logprobs: np.ndarray
+    counts: dict[str, int]
+
+    @property
+    def median_s(self) -> float:
+        """Median time to first token."""
+        return float(np.median(self.ttft_s))
+
+
+def stream_first_token(server: Server, text: str, params: Params) -> FirstToken:
+    """Ask for one token through the OpenAI API and time it."""
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        http_client=openai.DefaultHttpxClient(trust_env=False),
+    ) as client:
+        started = time.perf_counter()
+        stream = client.completions.create(
+            model="default",
+            prompt=text,
+            max_tokens=1,
+            temperature=0.0,
+            logprobs=1,
+            stream=True,
+            extra_body=None if params is None else {"custom_params": params},
+        )
+        for event in stream:
+            ttft_s = time.perf_counter() - started
+            logprobs = event.choices[0].logprobs if event.choices else None
+            if logprobs is not None and logprobs.token_logprobs:
+                return FirstToken(ttft_s, float(logprobs.token_logprobs[0]))
+    raise ServerError("the server streamed no token")
+
+
+def read_distribution(server: Server, text: str, params: Params, vocab_size: int) -> np.ndarray:
+    """Return the logprobs of the first token over the vocabulary, float64 [vocab_size].
+
+    Sent after the timed request, so server finds that request's KV, blended or not, in its
+    radix cache and computes the last token only.
+    """
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 1}
+    if params is not None:
+        sampling["custom_params"] = params
+    body = {
+        "text": text,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "top_logprobs_num": vocab_size,
+    }
+    answer = server.http.post("/generate", json=body).raise_for_status().json()
+    pairs = answer["meta_info"]["output_top_logprobs"][0]
+    logprobs = np.full(vocab_size, -np.inf)
+    logprobs[[pair[1] for pair in pairs]] = [pair[0] for pair in pairs]
+    if not np.isfinite(logprobs).all():
+        raise ServerError(f"the server gave {len(pairs)} logprobs, expected {vocab_size}")
+    # float32 logprobs do not add up to one to the last digit.
+    return logprobs - np.log(np.exp(logprobs).sum())
+
+
+def run_prompts(
+    server: Server, prompts: Iterable[str], params: Params, vocab_size: int, track: Track
+) -> Run:
+    """Send all prompts, one after the other: first for the time, then for the distribution.
+
+    Raises:
+        ServerError: The distribution is not the one the streamed token came from.
+    """
+    texts = list(prompts)
+    before = {} if params is None else server.info()
+    tokens = [stream_first_token(server, text, params) for text in track("timing", texts)]
+    after = {} if params is None else server.info()
+    logprobs = np.stack(
+        [
+            read_distribution(server, text, params, vocab_size)
+            for text in track("reading logprobs", texts)
+        ]
+    )
+    for token, row in zip(tokens, logprobs, strict=True):
+        if abs(row.max() - token.logprob) > SAME_LOGPROB:
+            raise ServerError(
+                f"streamed token has logprob {token.logprob}, the distribution {row.max()}"
+            )
+    names = ("requests", "prompt_tokens", *FATES, "chunk_hits", "chunk_misses")
+    return Run(
+        ttft_s=tuple(token.ttft_s for token in tokens),
+        logprobs=logprobs,
+        counts={name: after[name] - before[name] for name in names if name in after},
+    )
+
+
+def wait_for_chunks(server: Server, num_chunks: int, waiting: Callable[[int], None]) -> None:
+    """Wait until the server has built its chunks in the background.
+
+    Args:
+        server: A server with blending.
+        num_chunks: How many there must be.
+        waiting: Called again and again with the number built so far.
+
+    Raises:
+        ServerError: They were not built in time.
+    """
+    started = time.monotonic()
+    while time.monotonic() - started < BUILD_TIMEOUT_S:
+        info = server.info()
+        built = int(info["chunks_built"])
+        waiting(built)
+        if built >= num_chunks and info["chunks_pending"] == 0:
+            return
+        time.sleep(0.25)
+    raise ServerError(f"only {built} of {num_chunks} chunks built in {BUILD_TIMEOUT_S:.0f} s")
+
+
+def kl_divergence(full: np.ndarray, blended: np.ndarray) -> float:
+    """Mean over prompts of KL(full || blended), in nats.
+
+    Args:
+        full: float64 [num_prompts, vocab_size], logprobs after a full prefill.
+        blended: Same shape, logprobs after blending.
+    """
+    return float((np.exp(full) * (full - blended)).sum(axis=1).mean())
+
+
+def top1_agreement(full: np.ndarray, blended: np.ndarray) -> float:
+    """Share of prompts whose most likely first token is the same."""
+    return float((full.argmax(axis=1) == blended.argmax(axis=1)).mean())

@@ -1,0 +1,191 @@
+"""What the demo found: the table, build/demo.json, the last line, and whether it is good enough."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from material import Material
+from measure import FATES, Run, kl_divergence, top1_agreement
+from rich.table import Table
+
+RATIO = 0.15
+"""The default recompute ratio, the one the speed-up is promised for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One ratio against full prefill.
+
+    Attributes:
+        ratio: Share of reused tokens that was recomputed.
+        counts: Tokens by fate, summed over the prompts.
+        median_ttft_s: Median time to first token.
+        ttft_s: Each prompt's.
+        speedup: Median of full prefill over this one's.
+        top1: Share of prompts with the same most likely first token.
+        kl: Mean KL(full || blended) of the first token, in nats.
+    """
+
+    ratio: float
+    counts: dict[str, int]
+    median_ttft_s: float
+    ttft_s: tuple[float, ...]
+    speedup: float
+    top1: float
+    kl: float
+
+    @property
+    def reused_share(self) -> float:
+        """Share of the prompt tokens whose chunk KV was taken as it was."""
+        return self.counts["reused_tokens"] / self.counts["prompt_tokens"]
+
+
+def compare(blended: Mapping[float, Run], full: Run) -> list[Row]:
+    """Set every ratio against full prefill."""
+    return [
+        Row(
+            ratio=ratio,
+            counts=run.counts,
+            median_ttft_s=run.median_s,
+            ttft_s=run.ttft_s,
+            speedup=full.median_s / run.median_s,
+            top1=top1_agreement(full.logprobs, run.logprobs),
+            kl=kl_divergence(full.logprobs, run.logprobs),
+        )
+        for ratio, run in blended.items()
+    ]
+
+
+def make_table(rows: list[Row], full: Run, num_prompts: int) -> Table:
+    """Lay the rows out, mean tokens per prompt, full prefill last."""
+    table = Table(title=f"{num_prompts} prompts, tokens per prompt (mean), TTFT (median)")
+    table.add_column("ratio")
+    for fate in FATES:
+        table.add_column(fate.removesuffix("_tokens"), justify="right")
+    for name in ("TTFT s", "speed-up", "top-1", "KL nats"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            f"{row.ratio:g}",
+            *(f"{row.counts[fate] / num_prompts:.0f}" for fate in FATES),
+            f"{row.median_ttft_s:.2f}",
+            f"{row.speedup:.2f}x",
+            f"{row.top1:.0%}",
+            f"{row.kl:.2g}",
+        )
+    table.add_section()
+    table.add_row("stock", *("" for _ in FATES), f"{full.median_s:.2f}", "1.00x", "", "")
+    return table
+
+
+def figures(rows: list[Row]) -> dict[str, float]:
+    """Return the figures that the demo is judged by."""
+    by_ratio = {row.ratio: row for row in rows}
+    return {
+        "speedup_ttft_r015": by_ratio[RATIO].speedup,
+        "kl_r0": by_ratio[0.0].kl,
+        "kl_r015": by_ratio[RATIO].kl,
+        "kl_r05": by_ratio[0.5].kl,
+        "kl_r1": by_ratio[1.0].kl,
+        "top1_r1": by_ratio[1.0].top1,
+        "reused_share": by_ratio[RATIO].reused_share,
+    }
+
+
+def shortfalls(found: Mapping[str, float]) -> list[str]:
+    """Return one sentence for every bound that was missed."""
+    bounds = [
+        (found["speedup_ttft_r015"] >= 3.0, "speedup_ttft_r015 must be at least 3.0"),
+        (found["kl_r1"] <= 1e-6, "kl_r1 must be at most 1e-6"),
+        (found["kl_r05"] < found["kl_r0"], "kl_r05 must be below kl_r0"),
+        (found["reused_share"] >= 0.5, "reused_share must be at least 0.5"),
+    ]
+    return [
+        f"{bound}, got {', '.join(f'{name} {found[name]:.3g}' for name in found if name in bound)}"
+        for holds, bound in bounds
+        if not holds
+    ]
+
+
+def summary(found: Mapping[str, float]) -> str:
+    """Return the demo's last line."""
+    return (
+        f"speed-up {found['speedup_ttft_r015']:.1f}x at ratio {RATIO}, "
+        f"KL {found['kl_r015']:.2g} "
+        f"(0: {found['kl_r0']:.2g}, 0.5: {found['kl_r05']:.2g}, 1: {found['kl_r1']:.1g}), "
+        f"reused {found['reused_share']:.0%} of the prompt tokens"
+    )
+
+
+def to_json(
+    rows: list[Row], full: Run, material: Material, commands: Mapping[str, str], wall_s: float
+) -> str:
+    """Return everything as JSON: figures first, then how they came about.
+
+    Args:
+        rows: From compare.
+        full: The stock server's run.
+        material: What was sent.
+        commands: What started the servers.
+        wall_s: How long the demo took.
+    """
+    report: dict[str, Any] = {
+        **figures(rows),
+        "ratios": [
+            {
+                "ratio": row.ratio,
+                **row.counts,
+                "median_ttft_s": row.median_ttft_s,
+                "speedup": row.speedup,
+                "top1": row.top1,
+                "kl": row.kl,
+                "ttft_s": row.ttft_s,
+            }
+            for row in rows
+        ],
+        "full_prefill": {"median_ttft_s": full.median_s, "ttft_s": full.ttft_s},
+        "prompt_tokens": material.prompt_tokens,
+        "chunk_tokens": material.chunk_tokens,
+        "model_parameters": material.num_parameters,
+        "vocab_size": material.vocab_size,
+        "wall_s": round(wall_s, 1),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python examples/demo/run.py",
+        "server_commands": dict(commands),
+        "commit": _commit(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "sglang", "transformers", "sgl-blend")},
+    }
+    return json.dumps(report, indent=2) + "\n"
+
+
+def _commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _cpu() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

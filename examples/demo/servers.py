@@ -1,0 +1,140 @@
+"""Start a real SGLang server as its own process, wait until it answers, and stop it again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 20.0
+
+
+class ServerError(Exception):
+    """A server did not start, or did not do what was asked of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server.
+
+    Attributes:
+        url: Where it listens.
+        command: What started it, without this machine's paths.
+        http: Client of its native API; closed when the server stops.
+    """
+
+    url: str
+    command: str
+    http: httpx.Client
+
+    def info(self) -> dict[str, Any]:
+        """Return the plugin's settings and totals.
+
+        Raises:
+            ServerError: The server does not blend.
+        """
+        state = self.http.get("/server_info").raise_for_status().json()["internal_states"][0]
+        if "sgl_blend" not in state:
+            raise ServerError("the server reports no sgl_blend; is the plugin installed?")
+        blend: dict[str, Any] = state["sgl_blend"]
+        return blend
+
+
+@contextmanager
+def running(
+    model: Path, extra: list[str], log: Path, waiting: Callable[[float], None]
+) -> Iterator[Server]:
+    """Run a server on the CPU for the time of a with block.
+
+    Args:
+        model: Directory of model and tokenizer.
+        extra: Further flags.
+        log: File for everything it prints.
+        waiting: Called again and again with the seconds since the start.
+
+    Raises:
+        ServerError: It died or did not answer in time; the message shows the end of its log.
+    """
+    port = _free_port()
+    flags = [
+        "--host", "127.0.0.1", "--port", str(port),
+        "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+        "--dtype", "float32", "--max-total-tokens", "40960", "--chunked-prefill-size", "4096",
+        "--max-running-requests", "8",
+    ]  # fmt: skip
+    launch = ["-m", "sglang.launch_server", "--model-path"]
+    offline = ["env", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*offline, sys.executable, *launch, str(model), *flags, *extra],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=log.parent,
+            start_new_session=True,  # a process group of its own, so that stopping hits no other
+        )
+    url = f"http://127.0.0.1:{port}"
+    command = " ".join(["python", *launch, model.name, *flags, *extra])
+    try:
+        with httpx.Client(base_url=url, trust_env=False, timeout=300.0) as http:
+            _wait(process, http, log, waiting)
+            yield Server(url, command, http)
+    finally:
+        _stop(process)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    http: httpx.Client,
+    log: Path,
+    waiting: Callable[[float], None],
+) -> None:
+    started = time.monotonic()
+    while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
+        if process.poll() is not None:
+            raise ServerError(f"the server ended with {process.returncode}:\n{_tail(log)}")
+        if _is_healthy(http):
+            return
+        waiting(elapsed)
+        time.sleep(0.25)
+    raise ServerError(f"the server did not answer in {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
+
+
+def _is_healthy(http: httpx.Client) -> bool:
+    try:
+        return http.get("/health", timeout=5.0).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+def _tail(log: Path, num_lines: int = 15) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, signum)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()

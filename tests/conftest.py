@@ -1,0 +1,32 @@
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("sgl_blend", deadline=None, print_blob=True)
+settings.load_profile("sgl_blend")
+
+# Raised while SGLang and what it imports are loaded; nothing of ours can avoid them.
+_FOREIGN_WARNINGS = (
+    r"ignore:.torch\.jit\.script_method. is deprecated:DeprecationWarning:torch\.jit\._script",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in _FOREIGN_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not config.getoption("-m"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,349 @@
+"""The real SGLang scheduler, pool and model, stepped by hand in a process of their own.
+
+`Engine` in the test process starts a worker; `Engine.call` runs a module-level function there with a
+`Driver`, which holds SGLang's Scheduler and does what its event loops do, one step at a time. Tests
+so see KV bytes, locks and the order of things, which no client could. Nothing of SGLang is replaced:
+its memory check runs at every idle step and raises.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import traceback
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiny_models import VOCAB_SIZE
+
+CPU_ARGS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "disable_overlap_schedule": True,
+    "log_level": "error",
+    "max_total_tokens": 6000,
+    "max_running_requests": 64,
+    "random_seed": 0,
+    "mem_fraction_static": 0.3,
+}
+
+
+@dataclass
+class Prompt:
+    """A request as a test writes it."""
+
+    segments: list[list[int]]
+    """Tokens before the first chunk, the chunks and pieces between, tokens behind the last."""
+    chunk_at: list[int] = field(default_factory=list)
+    """Which segments are chunks."""
+    params: dict[str, Any] = field(default_factory=dict)
+    """custom_params beside the spans."""
+    salt: str | None = None
+    max_new_tokens: int = 1
+    logprob_start_len: int = -1
+    priority: int | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for segment in self.segments for token in segment]
+
+    @property
+    def spans(self) -> list[int]:
+        offsets: list[int] = []
+        for index in self.chunk_at:
+            start = sum(len(segment) for segment in self.segments[:index])
+            offsets += [start, start + len(self.segments[index])]
+        return offsets
+
+
+@dataclass
+class Answer:
+    """What came of a request."""
+
+    output_ids: list[int]
+    logprobs: list[list[float]]
+    """Per output token the log-probability of every token of the vocabulary."""
+    input_logprobs: list[float]
+    report: dict[str, Any]
+    finish: str
+
+
+def _stock_if_absent(settings: dict[str, Any]) -> dict[str, Any]:
+    """Merge settings over the CPU's; enable_blend=None stands for a process without the plugin."""
+    merged = {**CPU_ARGS, **settings}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+class Driver:
+    """Holds the scheduler in the worker process."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        import zmq
+        from sglang.srt.entrypoints.engine import Engine as SGLangEngine
+        from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+        from sglang.srt.plugins import load_plugins
+        from sglang.srt.runtime_context import SpawnRanks, publish
+        from sglang.srt.server_args import PortArgs
+
+        load_plugins()
+        server_args = SGLangEngine.server_args_class(**_stock_if_absent(settings))
+        server_args.resolve_once()
+        server_args.check_server_args()
+        ports = PortArgs.init_new(server_args)
+        context = zmq.Context.instance()
+        self._sinks = []
+        for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
+            sink = context.socket(zmq.PULL)
+            sink.bind(name)
+            self._sinks.append(sink)
+        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+        configure_scheduler_process(server_args, 0)
+        self.scheduler = Scheduler(server_args, ports)
+        self.sent_rids: list[str] = []
+        self.num_batches = 0
+        self._serial = 0
+
+    # --- requests ---
+
+    def submit(self, prompt: Prompt) -> Any:
+        """Hand a request to the scheduler as its receive loop would, and return SGLang's Req."""
+        from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+        from sglang.srt.sampling.sampling_params import SamplingParams
+
+        self._serial += 1
+        rid = f"test-{self._serial}"
+        custom: dict[str, Any] = dict(prompt.params)
+        if prompt.chunk_at:
+            custom["sgl_blend_spans"] = prompt.spans
+        sampling = SamplingParams(
+            temperature=0.0,
+            max_new_tokens=prompt.max_new_tokens,
+            ignore_eos=True,
+            custom_params=custom or None,
+        )
+        sampling.normalize(None)
+        received = TokenizedGenerateReqInput(
+            rid=rid,
+            input_text="",
+            input_ids=array("q", prompt.tokens),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=sampling,
+            return_logprob=True,
+            logprob_start_len=prompt.logprob_start_len,
+            top_logprobs_num=VOCAB_SIZE,
+            token_ids_logprob=None,
+            stream=False,
+            cache_salt=prompt.salt,
+            priority=prompt.priority,
+        )
+        self.scheduler.handle_generate_request(received)
+        found = [req for req in self.scheduler.waiting_queue if req.rid == rid]
+        assert found, "the scheduler did not queue the request"
+        return found[0]
+
+    def ask(self, *prompts: Prompt) -> list[Answer]:
+        """Submit requests at once, run until all are done, and return their answers."""
+        reqs = [self.submit(prompt) for prompt in prompts]
+        self.run_until(lambda: all(req.finished() for req in reqs))
+        return [self.answer(req) for req in reqs]
+
+    def answer(self, req: Any) -> Answer:
+        logprob = req.logprob
+        rows = zip(logprob.output_top_logprobs_val, logprob.output_top_logprobs_idx, strict=True)
+        tables = []
+        for values, tokens in rows:
+            by_token = dict(zip(tokens, values, strict=True))
+            tables.append([float(by_token[token]) for token in sorted(by_token)])
+        inputs = logprob.input_token_logprobs_val or []
+        state = getattr(req, "sgl_blend", None)
+        return Answer(
+            output_ids=list(req.output_ids),
+            logprobs=tables,
+            input_logprobs=[float(x) for x in inputs if x is not None],
+            report={} if state is None else dict(state.report),
+            finish=type(req.finished_reason).__name__,
+        )
+
+    # --- the event loop, one step at a time ---
+
+    def step(self) -> bool:
+        """Do one round of SGLang's event loop; return whether a batch ran."""
+        scheduler = self.scheduler
+        plan = scheduler.get_next_batch_to_run(
+            running_batch=scheduler.running_batch, last_batch=scheduler.last_batch
+        )
+        scheduler.running_batch = plan.running_batch
+        batch = plan.batch_to_run
+        scheduler.cur_batch_for_debug = batch
+        if batch:
+            scheduler.process_batch_result(batch, scheduler.run_batch(batch))
+            self.num_batches += 1
+        else:
+            scheduler.on_idle()
+        scheduler.last_batch = batch
+        self._drain()
+        return bool(batch)
+
+    def run_until(self, done: Callable[[], bool], limit: int = 5000) -> None:
+        for _ in range(limit):
+            if done():
+                return
+            self.step()
+        raise AssertionError(f"not done after {limit} steps")
+
+    def settle(self) -> None:
+        """Run until nothing is left to do, background builds included, and check the pool."""
+        idle = 0
+        for _ in range(5000):
+            idle = 0 if self.step() else idle + 1
+            if idle == 3:
+                break
+        assert idle == 3, "the scheduler never came to rest"
+        assert self.scheduler.is_fully_idle()
+        assert self.locked_tokens() == 0, "a lock outlives its request"
+
+    def _drain(self) -> None:
+        import zmq
+
+        for sink in self._sinks:
+            while sink.poll(0):
+                try:
+                    frames = sink.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                blob = b"".join(frames)
+                if b"sgl-blend-build" in blob:
+                    raise AssertionError("an internal build was streamed to the client")
+
+    # --- looking inside ---
+
+    @property
+    def runtime(self) -> Any:
+        return self.scheduler.sgl_blend
+
+    def locked_tokens(self) -> int:
+        return int(self.scheduler.tree_cache.protected_size())
+
+    def flush(self) -> None:
+        assert self.scheduler.flush_cache()
+
+    def kv(self, tokens: list[int], salt: str | None) -> list[Any]:
+        """Return copies of (K, V) of every layer for a path that must be stored completely."""
+        from sgl_blend import sglang_adapter
+
+        tree = self.scheduler.tree_cache
+        match = sglang_adapter.match(tree, array("q", tokens), salt=salt, extra_key=None)
+        assert len(match) == len(tokens), f"{len(match)} of {len(tokens)} tokens are stored"
+        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        layers = range(self.scheduler.model_config.num_hidden_layers)
+        return [
+            (pool.get_key_buffer(i)[match.slots].clone(), pool.get_value_buffer(i)[match.slots].clone())
+            for i in layers
+        ]
+
+    def chunk_salt(self, client_salt: str | None = None) -> str:
+        from sgl_blend.namespaces import chunk_salt
+
+        return chunk_salt(self.runtime.describe()["model_fingerprint"], client_salt)
+
+
+class Engine:
+    """A worker process with a Driver, from the test's side."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(far_end, {"model_path": str(model), **settings}), daemon=True
+        )
+        self._process.start()
+        far_end.close()
+        self._receive()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run function(driver, *args) in the worker and return what it returns."""
+        self._pipe.send((function, args))
+        return self._receive()
+
+    def ask(self, *prompts: Prompt) -> list[Answer]:
+        answers: list[Answer] = self.call(_ask, *prompts)
+        return answers
+
+    def settle(self) -> None:
+        self.call(Driver.settle)
+
+    def flush(self) -> None:
+        self.call(_settle_and_flush)
+
+    def close(self) -> None:
+        if self._process.is_alive():
+            self._pipe.send(None)
+            self._process.join(20)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._pipe.close()
+
+    def _receive(self) -> Any:
+        try:
+            error, result = self._pipe.recv()
+        except EOFError:
+            raise AssertionError("the scheduler process died") from None
+        if error is not None:
+            raise AssertionError(f"in the scheduler process:\n{error}")
+        return result
+
+
+def _ask(driver: Driver, *prompts: Prompt) -> list[Answer]:
+    return driver.ask(*prompts)
+
+
+def _settle_and_flush(driver: Driver) -> None:
+    driver.settle()
+    driver.flush()
+
+
+def _serve(pipe: Any, settings: dict[str, Any]) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    try:
+        driver = Driver(settings)
+    except BaseException:  # noqa: BLE001 - whatever it is, the test process must see it
+        pipe.send((traceback.format_exc(), None))
+        os._exit(1)
+    pipe.send((None, None))
+    while (work := pipe.recv()) is not None:
+        function, args = work
+        try:
+            pipe.send((None, function(driver, *args)))
+        except BaseException:  # noqa: BLE001 - as above
+            pipe.send((traceback.format_exc(), None))
+    os._exit(0)
+
+
+def random_tokens(seed: int, length: int) -> list[int]:
+    """Return tokens that no other seed gives, none of them special."""
+    draw = random.Random(seed)
+    return [draw.randrange(8, VOCAB_SIZE) for _ in range(length)]
+
+
+def rag_prompt(
+    system: list[int], chunks: list[list[int]], question: list[int], **rest: Any
+) -> Prompt:
+    """Build the usual prompt: a system prompt, chunks, a question."""
+    return Prompt([system, *chunks, question], list(range(1, 1 + len(chunks))), **rest)
+
+
+def largest_difference(a: list[float], b: list[float]) -> float:
+    """Return the largest absolute difference of two rows of log-probabilities."""
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))

@@ -1,0 +1,20 @@
+"""Tolerances that are derived: a result may be as wrong as plain torch in the same dtype, no more."""
+
+import torch
+
+
+def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """Relative root-mean-square error of got against a float64 oracle."""
+    want = want.double()
+    return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+def assert_as_good_as(
+    got: torch.Tensor, reference: torch.Tensor, oracle: torch.Tensor, slack: float = 1.25
+) -> None:
+    """Accept got if it is as near to the float64 oracle as plain torch in the same dtype."""
+    assert got.shape == oracle.shape, f"shape {tuple(got.shape)} is not {tuple(oracle.shape)}"
+    assert torch.isfinite(got).all(), "result has NaN or infinity"
+    allowed = slack * rms_error(reference, oracle) + 1e-7
+    actual = rms_error(got, oracle)
+    assert actual <= allowed, f"relative RMS error {actual:.2e} > {allowed:.2e}"

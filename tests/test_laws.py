@@ -1,0 +1,359 @@
+"""The laws of docs/design.md on SGLang's real scheduler, pool and model."""
+
+import pytest
+import torch
+from engines import StartEngine, model_folder, start_engine
+from harness import (
+    Answer,
+    Driver,
+    Engine,
+    Prompt,
+    largest_difference,
+    rag_prompt,
+    random_tokens,
+)
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = random_tokens(1, 40)
+CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(6)]
+QUESTION = random_tokens(99, 20)
+TOLERANCE = 1e-4
+"""Law L1's bound on logits in float32 (docs/design.md)."""
+
+SERVED_KINDS = (
+    "llama",
+    "llama-mha-tied",
+    "llama-llama3",
+    "llama-linear",
+    "llama-partial-gptj",
+    "mistral",
+    "qwen2",
+    "qwen3-yarn",
+)
+
+
+def full_prefill(engine: Engine, prompt: Prompt, salt: str = "reference") -> Answer:
+    """Answer the same tokens without chunks, in a namespace of their own."""
+    tokens = Prompt(
+        [prompt.tokens],
+        salt=salt,
+        max_new_tokens=prompt.max_new_tokens,
+        logprob_start_len=prompt.logprob_start_len,
+    )
+    return engine.ask(tokens)[0]
+
+
+def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None:
+    assert got.output_ids == want.output_ids
+    for row, (a, b) in enumerate(zip(got.logprobs, want.logprobs, strict=True)):
+        difference = largest_difference(a, b)
+        assert difference <= tolerance, f"output token {row} differs by {difference}"
+
+
+# --- L1: ratio 1 is full prefill ---
+
+
+@pytest.mark.parametrize("kind", SERVED_KINDS)
+def test_l1_ratio_one_is_full_prefill_for_every_model(
+    start_engine: StartEngine, kind: str
+) -> None:
+    engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
+    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION, max_new_tokens=4)
+    prompt.params = {"sgl_blend_ratio": 1.0}
+
+    blended = engine.ask(prompt)[0]
+
+    assert blended.report["recomputed_tokens"] == len(CHUNKS[0]) + len(CHUNKS[2])
+    assert_same(blended, full_prefill(engine, prompt))
+
+
+@pytest.mark.parametrize("kind", SERVED_KINDS)
+def test_reuse_is_visible_in_the_logits(start_engine: StartEngine, kind: str) -> None:
+    # Without this, L1 would also hold for a model whose logits do not depend on the chunks.
+    engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
+    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION)
+    prompt.params = {"sgl_blend_ratio": 0.0}
+
+    blended = engine.ask(prompt)[0]
+
+    full = full_prefill(engine, prompt)
+    assert largest_difference(blended.logprobs[0], full.logprobs[0]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-k", "first-k", "random", "all"])
+@pytest.mark.parametrize("check_layer", [1, 2])
+def test_l1_holds_for_every_policy_and_check_layer(
+    start_engine: StartEngine, policy: str, check_layer: int
+) -> None:
+    engine = start_engine(blend_on_miss="build", blend_check_layer=check_layer)
+    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (1, 4, 0)], QUESTION)
+    prompt.params = {"sgl_blend_ratio": 1.0, "sgl_blend_policy": policy}
+
+    blended = engine.ask(prompt)[0]
+
+    assert blended.report["fallback"] is None
+    assert_same(blended, full_prefill(engine, prompt))
+
+
+def test_a_larger_ratio_comes_nearer_to_full_prefill(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build")
+    distance: dict[float, float] = {}
+    for ratio in (0.0, 0.5, 0.9, 1.0):
+        total = 0.0
+        for shift in range(6):
+            order = [CHUNKS[(i + shift) % 6] for i in (3, 0, 2, 5)]
+            prompt = rag_prompt(SYSTEM, order, QUESTION, params={"sgl_blend_ratio": ratio})
+            blended = torch.tensor(engine.ask(prompt)[0].logprobs[0], dtype=torch.float64)
+            full = torch.tensor(full_prefill(engine, prompt).logprobs[0], dtype=torch.float64)
+            total += float((full.exp() * (full - blended)).sum())
+        distance[ratio] = total / 6
+    assert distance[0.0] > distance[0.5] > distance[0.9] > distance[1.0]
+    assert distance[1.0] < 1e-6
+
+
+def test_l1_holds_in_a_batch_of_blended_and_plain_requests(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build")
+    one = {"sgl_blend_ratio": 1.0}
+    prompts = [
+        rag_prompt(SYSTEM, [CHUNKS[0], CHUNKS[1]], QUESTION, params=one, max_new_tokens=3),
+        Prompt([random_tokens(500, 90)], salt="plain", max_new_tokens=3),
+        rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[0]], QUESTION, params=one, max_new_tokens=3),
+        rag_prompt(random_tokens(7, 33), [CHUNKS[5]], QUESTION, params=one, max_new_tokens=3),
+        Prompt([[9, 8, 7]], salt="plain", max_new_tokens=3),
+    ]
+    for prompt in prompts:
+        engine.ask(prompt)  # builds every chunk, so that all five share one batch below
+    engine.flush()
+    for prompt in prompts[:4:2]:
+        engine.ask(prompt)
+
+    answers = engine.ask(*prompts)
+
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert_same(answer, full_prefill(engine, prompt))
+
+
+def test_l1_holds_for_every_step_of_a_chunked_prefill(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", chunked_prefill_size=48)
+    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (5, 2, 4)], QUESTION, max_new_tokens=3)
+    prompt.params = {"sgl_blend_ratio": 1.0}
+
+    blended = engine.ask(prompt)[0]
+
+    report = blended.report
+    assert report["recomputed_tokens"] > 0
+    assert_same(blended, full_prefill(engine, prompt))
+
+
+def test_l1_holds_with_pages_of_several_tokens(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", page_size=16)
+    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION, max_new_tokens=3)
+    prompt.params = {"sgl_blend_ratio": 1.0}
+
+    blended = engine.ask(prompt)[0]
+
+    assert blended.report["chunk_hits"] == 3
+    assert_same(blended, full_prefill(engine, prompt))
+
+
+def test_logprobs_of_the_prompt_are_those_of_full_prefill(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build")
+    chunks = [CHUNKS[0], CHUNKS[3]]
+    wanted_from = len(SYSTEM) + len(CHUNKS[0]) + 30
+    prompt = rag_prompt(SYSTEM, chunks, QUESTION, logprob_start_len=wanted_from)
+    prompt.params = {"sgl_blend_ratio": 1.0}
+
+    blended = engine.ask(prompt)[0]
+
+    full = full_prefill(engine, prompt)
+    assert len(blended.input_logprobs) == len(full.input_logprobs) > len(QUESTION)
+    assert largest_difference(blended.input_logprobs, full.input_logprobs) <= TOLERANCE
+    assert blended.report["recomputed_tokens"] == 30  # rows whose logprob is wanted are computed
+
+
+# --- L2: causality ---
+
+
+def _kv_of_blended(driver: Driver, prompt: Prompt, length: int) -> list[tuple[torch.Tensor, ...]]:
+    from sgl_blend.namespaces import blend_salt
+
+    req = driver.submit(prompt)
+    salt = req.cache_salt
+    driver.run_until(req.finished)
+    description = driver.runtime.describe()
+    assert salt.startswith(
+        blend_salt(
+            description["model_fingerprint"],
+            None,
+            policy="hkvd",
+            ratio=description["blend_recompute_ratio"],
+            check_layer=description["blend_check_layer"],
+            serial=None,
+        )[:-1]
+    )
+    return driver.kv(prompt.tokens[:length], salt)
+
+
+def test_l2_what_stands_later_never_changes_an_earlier_row(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build")
+    chunks = [CHUNKS[i] for i in (2, 5, 1)]
+    length = len(SYSTEM) + sum(len(chunk) for chunk in chunks)
+    other_question = random_tokens(98, len(QUESTION))
+
+    one = engine.call(_kv_of_blended, rag_prompt(SYSTEM, chunks, QUESTION), length)
+    other = engine.call(_kv_of_blended, rag_prompt(SYSTEM, chunks, other_question), length)
+
+    for (k1, v1), (k2, v2) in zip(one, other, strict=True):
+        assert torch.equal(k1, k2)
+        assert torch.equal(v1, v2)
+
+
+# --- L3: exact requests never see blended KV ---
+
+
+def test_l3_exact_requests_are_bit_equal_to_a_cold_server(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="compute")
+    exact = [
+        Prompt([SYSTEM, CHUNKS[i], CHUNKS[j], QUESTION], max_new_tokens=3)
+        for i, j in ((0, 1), (1, 0), (4, 2))
+    ]
+    cold = []
+    for prompt in exact:
+        engine.flush()
+        cold.append(engine.ask(prompt)[0])
+    engine.flush()
+    for round_ in range(3):
+        for i, j in ((0, 1), (1, 0), (4, 2)):
+            params = {"sgl_blend_ratio": (0.0, 0.15, 1.0)[round_]}
+            engine.ask(rag_prompt(SYSTEM, [CHUNKS[i], CHUNKS[j]], QUESTION, params=params))
+        engine.settle()
+
+    for prompt, want in zip(exact, cold, strict=True):
+        warm = engine.ask(prompt)[0]
+        if prompt is exact[0]:  # later ones may share the system prompt with this one, as in stock
+            assert warm.report["prefix_tokens"] == 0, "an exact request matched a blended path"
+            assert warm.logprobs == want.logprobs
+        assert_same(warm, want)
+
+
+# --- L4: chunk KV is canonical ---
+
+
+def _stored_chunk(driver: Driver, prefix: list[int], chunk: list[int]) -> list[tuple[torch.Tensor, ...]]:
+    return driver.kv([*prefix, *chunk], driver.chunk_salt())
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "build"])
+def test_l4_chunk_kv_is_bit_equal_whatever_was_served_before(
+    start_engine: StartEngine, on_miss: str
+) -> None:
+    engine = start_engine(blend_on_miss=on_miss)
+    engine.flush()
+    engine.ask(rag_prompt(SYSTEM, [CHUNKS[3]], QUESTION))
+    engine.settle()
+    cold = engine.call(_stored_chunk, SYSTEM, CHUNKS[3])
+    engine.flush()
+
+    # An attacker's text before the document, other documents, plain traffic, all in one batch.
+    engine.ask(
+        rag_prompt(SYSTEM, [random_tokens(666, 80), CHUNKS[3]], random_tokens(5, 9)),
+        rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[3], CHUNKS[0]], QUESTION),
+        rag_prompt(random_tokens(8, 21), [CHUNKS[3]], QUESTION),
+        Prompt([random_tokens(3, 130)]),
+    )
+    engine.settle()
+
+    warm = engine.call(_stored_chunk, SYSTEM, CHUNKS[3])
+    for (k1, v1), (k2, v2) in zip(cold, warm, strict=True):
+        assert torch.equal(k1, k2)
+        assert torch.equal(v1, v2)
+
+
+def test_l4_chunk_kv_is_that_of_the_chunk_prefilled_alone(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build")
+    engine.ask(rag_prompt(SYSTEM, [CHUNKS[0], CHUNKS[4]], QUESTION))
+    engine.ask(Prompt([SYSTEM, CHUNKS[4]], salt="alone"))
+
+    built = engine.call(_stored_chunk, SYSTEM, CHUNKS[4])
+    alone = engine.call(Driver.kv, [*SYSTEM, *CHUNKS[4]], "alone")
+
+    for (k1, v1), (k2, v2) in zip(built, alone, strict=True):
+        torch.testing.assert_close(k1, k2, rtol=0, atol=1e-4)
+        torch.testing.assert_close(v1, v2, rtol=0, atol=1e-4)
+
+
+def test_l4_with_build_an_answer_does_not_depend_on_the_cache(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build")
+    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION, max_new_tokens=3)
+    engine.flush()
+    cold = engine.ask(prompt)[0]
+    again = engine.ask(prompt)[0]
+    engine.flush()
+    engine.ask(Prompt([prompt.tokens], max_new_tokens=3))  # the exact namespace knows it all
+    engine.ask(rag_prompt(SYSTEM, [CHUNKS[2], CHUNKS[5]], QUESTION))
+
+    warm = engine.ask(prompt)[0]
+
+    assert cold.report == again.report == warm.report
+    assert cold.logprobs == again.logprobs == warm.logprobs
+
+
+# --- L7: tenants ---
+
+
+def test_l7_two_tenants_never_share_chunks(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="compute")
+    engine.flush()
+    prompt = rag_prompt(SYSTEM, [CHUNKS[0], CHUNKS[1]], QUESTION, salt="tenant-a")
+    engine.ask(prompt)
+    engine.settle()
+    again = rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[0]], QUESTION, salt="tenant-a")
+    other = rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[0]], QUESTION, salt="tenant-b")
+
+    assert engine.ask(again)[0].report["chunk_hits"] == 2
+    report = engine.ask(other)[0].report
+    assert report["chunk_hits"] == 0
+    assert report["prefix_tokens"] == 0
+
+
+def test_l7_a_client_cannot_name_a_chunk_namespace(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="compute")
+    engine.flush()
+    engine.ask(rag_prompt(SYSTEM, [CHUNKS[0]], QUESTION))
+    engine.settle()
+    salt = engine.call(Driver.chunk_salt)
+
+    forged = engine.ask(Prompt([SYSTEM, CHUNKS[0], QUESTION], salt=salt))[0]
+
+    assert forged.report["fallback"] == "malformed blend parameters"
+    assert forged.report["prefix_tokens"] == 0
+
+
+# --- L8: off means off ---
+
+
+def test_l8_with_blend_off_nothing_is_attached_and_answers_are_stock(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off = start_engine(enable_blend=False)
+    monkeypatch.setenv("SGLANG_PLUGINS", "sgl_blend_cpu")
+    stock = start_engine(enable_blend=None)
+    prompts = [
+        Prompt([SYSTEM, CHUNKS[i], QUESTION], max_new_tokens=5, salt="a") for i in range(4)
+    ]
+
+    with_plugin = off.ask(*prompts)
+    without = stock.ask(*prompts)
+
+    assert off.call(_attached) == []
+    assert [a.logprobs for a in with_plugin] == [a.logprobs for a in without]
+    assert all(answer.report == {} for answer in with_plugin)
+
+
+def _attached(driver: Driver) -> list[str]:
+    scheduler = driver.scheduler
+    owners = (scheduler, scheduler.tree_cache, scheduler.tp_worker.model_runner)
+    return [type(owner).__name__ for owner in owners if hasattr(owner, "sgl_blend")]

@@ -1,0 +1,57 @@
+"""The repository layout, held by tests because one stray file would break it silently."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SIBLINGS = ("radix_ext", "scheduler", "kernels")
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_sibling_is_a_link_inside_the_package(name: str) -> None:
+    assert (ROOT / "sgl_blend" / name).readlink() == Path("..") / name
+
+
+@pytest.mark.parametrize("name", SIBLINGS)
+def test_sibling_has_no_init(name: str) -> None:
+    # With one, `import kernels` in this directory would find ours instead of Hugging Face's, and
+    # transformers would turn its hub kernels off, or fail to import.
+    assert (ROOT / name).is_dir()
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_every_directory_with_code_is_packaged() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    package_of = {path: package for package, path in setuptools["package-dir"].items()}
+    with_code = {
+        path.parent.relative_to(ROOT).as_posix()
+        for top in ("sgl_blend", *SIBLINGS)
+        for path in (ROOT / top).rglob("*.py")
+        if not any(parent.is_symlink() for parent in path.parents)
+    }
+    assert {package_of.get(directory) for directory in with_code} == set(setuptools["packages"])
+
+
+def test_top_level_names_stay_free() -> None:
+    code = (
+        "import importlib.util as u\n"
+        f"for name in {SIBLINGS!r}:\n"
+        "    spec = u.find_spec(name)\n"
+        "    print(name, spec.origin if spec and spec.origin else '-')\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    found = dict(line.split(maxsplit=1) for line in out.splitlines())
+    ours = [name for name, origin in found.items() if Path(origin).parent == ROOT / name]
+    assert not ours, out
+
+
+def test_the_tests_run_against_this_checkout() -> None:
+    import sgl_blend
+
+    assert Path(sgl_blend.__file__).resolve().parent == ROOT / "sgl_blend"

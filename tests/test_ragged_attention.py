@@ -1,0 +1,256 @@
+"""Scattered queries against a dense float64 oracle, and the law of causality (L2)."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sgl_blend.kernels.ragged_attention import RaggedBatch, ragged_attention
+from support import assert_as_good_as
+
+NUM_SLOTS = 2_000
+COUNTS = [1, 31, 32, 33, 127, 128, 129, 613]
+GQA = [(4, 4), (4, 2), (4, 1), (8, 1), (7, 1), (14, 2)]
+
+
+@dataclass
+class Case:
+    """One call of ragged_attention: rows of several requests scattered over a pool."""
+
+    q: torch.Tensor
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+    batch: RaggedBatch
+    scale: float
+
+    def run(self) -> torch.Tensor:
+        return ragged_attention(self.q, self.k_pool, self.v_pool, self.batch, scale=self.scale)
+
+    def to(self, dtype: torch.dtype) -> "Case":
+        tensors = (x.to(dtype) for x in (self.q, self.k_pool, self.v_pool))
+        return Case(*tensors, self.batch, self.scale)
+
+
+def make_case(
+    counts: list[int],
+    *,
+    heads: tuple[int, int] = (4, 2),
+    head_dim: int = 16,
+    v_head_dim: int | None = None,
+    seed: int = 0,
+) -> Case:
+    """Choose counts[i] rows of request i at random; the last one is often the last position."""
+    g = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    positions, kv_slots = [], []
+    # Slots of the requests are interleaved at random: a pool after much traffic.
+    free = torch.randperm(NUM_SLOTS, generator=g)
+    for count in counts:
+        seq_len = count + int(torch.randint(0, 1 + count // 2, (1,), generator=g))
+        positions.append(torch.randperm(seq_len, generator=g)[:count].sort().values)
+        kv_slots.append(free[:seq_len])
+        free = free[seq_len:]
+    q = torch.randn(sum(counts), num_heads, head_dim, generator=g)
+    k_pool = torch.randn(NUM_SLOTS, num_kv_heads, head_dim, generator=g)
+    v_pool = torch.randn(NUM_SLOTS, num_kv_heads, v_head_dim or head_dim, generator=g)
+    batch = RaggedBatch(torch.cat(positions), counts, kv_slots)
+    return Case(q, k_pool, v_pool, batch, scale=head_dim**-0.5)
+
+
+def dense(case: Case, dtype: torch.dtype) -> torch.Tensor:
+    """Softmax over all of a request's KV with a mask by position, one query head at a time."""
+    q, k_pool, v_pool = (x.to(dtype) for x in (case.q, case.k_pool, case.v_pool))
+    ratio = q.shape[1] // k_pool.shape[1]
+    out = torch.empty(*q.shape[:2], v_pool.shape[-1], dtype=dtype)
+    first = 0
+    for count, slots in zip(case.batch.num_rows, case.batch.kv_slots, strict=True):
+        position = case.batch.positions[first : first + count]
+        hidden = torch.arange(len(slots))[None, :] > position[:, None]
+        for head in range(q.shape[1]):
+            k, v = k_pool[slots, head // ratio], v_pool[slots, head // ratio]
+            scores = (q[first : first + count, head] @ k.T) * case.scale
+            weight = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            out[first : first + count, head] = weight @ v
+        first += count
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", COUNTS)
+def test_it_is_softmax_attention_under_a_mask_by_position(count: int, dtype: torch.dtype) -> None:
+    case = make_case([count]).to(dtype)
+
+    got = case.run()
+
+    assert got.dtype == dtype
+    assert_as_good_as(got, dense(case, dtype), dense(case, torch.float64))
+
+
+@pytest.mark.parametrize("heads", GQA, ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_every_head_shape_reads_its_own_kv_head(head_dim: int, heads: tuple[int, int]) -> None:
+    case = make_case([33, 1, 60], heads=heads, head_dim=head_dim)
+
+    got = case.run()
+
+    assert_as_good_as(got, dense(case, torch.float32), dense(case, torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("counts", [[1, 1], [129, 1, 31], [5, 128, 127, 1, 130], [0, 7, 0]])
+def test_requests_of_a_batch_do_not_mix(counts: list[int], dtype: torch.dtype) -> None:
+    case = make_case(counts).to(dtype)
+
+    got = case.run()
+
+    assert_as_good_as(got, dense(case, dtype), dense(case, torch.float64))
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    case = make_case([40, 9], head_dim=64, v_head_dim=24)
+
+    got = case.run()
+
+    assert got.shape == (49, 4, 24)
+    assert_as_good_as(got, dense(case, torch.float32), dense(case, torch.float64))
+
+
+def test_contiguous_rows_are_ordinary_causal_attention() -> None:
+    case = make_case([200])
+    case.batch = RaggedBatch(torch.arange(200), [200], [case.batch.kv_slots[0][:200]])
+    slots = case.batch.kv_slots[0]
+
+    got = case.run()
+
+    reference = torch.nn.functional.scaled_dot_product_attention(
+        case.q.transpose(0, 1),
+        case.k_pool[slots].repeat_interleave(2, dim=1).transpose(0, 1),
+        case.v_pool[slots].repeat_interleave(2, dim=1).transpose(0, 1),
+        is_causal=True,
+        scale=case.scale,
+    ).transpose(0, 1)
+    assert_as_good_as(got, reference, dense(case, torch.float64))
+
+
+def test_the_first_position_sees_itself_alone() -> None:
+    case = make_case([1])
+    slots = case.batch.kv_slots[0]
+    case.batch = RaggedBatch(torch.tensor([0]), [1], [slots])
+
+    got = case.run()
+
+    torch.testing.assert_close(got[0], case.v_pool[slots[0]].repeat_interleave(2, dim=0))
+
+
+def test_a_pool_of_another_dtype_is_read_as_the_queries_are() -> None:
+    case = make_case([50])
+    narrow = Case(
+        case.q, case.k_pool.bfloat16(), case.v_pool.bfloat16(), case.batch, case.scale
+    )
+
+    got = narrow.run()
+
+    assert got.dtype == torch.float32
+    assert_as_good_as(got, dense(narrow, torch.float32), dense(narrow, torch.float64))
+
+
+def test_inputs_are_left_alone() -> None:
+    case = make_case([40, 3])
+    before = case.q.clone(), case.k_pool.clone(), case.v_pool.clone()
+
+    case.run()
+
+    assert torch.equal(case.q, before[0])
+    assert torch.equal(case.k_pool, before[1])
+    assert torch.equal(case.v_pool, before[2])
+
+
+# Finite and such that scores stay finite: a mask that adds -inf cannot hide an infinite score.
+GARBAGE = [1.0, -1e4, 1e30, -1e36]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1 << 30),
+    count=st.sampled_from(COUNTS),
+    garbage=st.sampled_from(GARBAGE),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    data=st.data(),
+)
+def test_kv_behind_a_row_leaves_it_bit_identical(
+    seed: int, count: int, garbage: float, dtype: torch.dtype, data: st.DataObject
+) -> None:
+    case = make_case([3, count, 2], seed=seed).to(dtype)
+    row = 3 + data.draw(st.integers(0, count - 1))
+    slots = case.batch.kv_slots[1]
+    behind = slots[int(case.batch.positions[row]) + 1 :]
+    before = case.run()
+
+    noise = torch.randn(len(behind), *case.k_pool.shape[1:]).to(dtype)
+    case.k_pool[behind] = noise * garbage
+    case.v_pool[behind] = noise * -garbage
+    after = case.run()
+
+    kept = [*range(row + 1), 3 + count, 4 + count]
+    assert torch.equal(after[kept], before[kept])
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 1 << 30), count=st.sampled_from(COUNTS), data=st.data())
+def test_a_row_sees_kv_at_its_own_position(seed: int, count: int, data: st.DataObject) -> None:
+    case = make_case([3, count], seed=seed)
+    row = 3 + data.draw(st.integers(0, count - 1))
+    own = case.batch.kv_slots[1][int(case.batch.positions[row])]
+    before = case.run()
+
+    # Doubling the key could leave a row alone that hardly looks there; a large value cannot.
+    case.v_pool[own] += 1e4
+    after = case.run()
+
+    assert (after[row] != before[row]).any(dim=-1).all()
+    assert torch.equal(after[:row], before[:row])
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 1 << 30), count=st.integers(2, 200))
+def test_a_row_is_the_same_whichever_rows_are_kept_beside_it(seed: int, count: int) -> None:
+    case = make_case([count], seed=seed)
+    some = torch.arange(0, count, 2)
+    fewer = Case(
+        case.q[some],
+        case.k_pool,
+        case.v_pool,
+        RaggedBatch(case.batch.positions[some], [len(some)], case.batch.kv_slots),
+        case.scale,
+    )
+
+    assert_as_good_as(
+        fewer.run(), dense(fewer, torch.float32), dense(case, torch.float64)[some]
+    )
+
+
+def test_no_rows_give_no_rows() -> None:
+    case = make_case([5])
+    nothing = RaggedBatch(torch.empty(0, dtype=torch.int64), [], [])
+
+    got = ragged_attention(case.q[:0], case.k_pool, case.v_pool, nothing, scale=1.0)
+
+    assert got.shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize("num_rows", [[4], [6], [2, 2], []], ids=str)
+def test_rows_that_do_not_add_up_are_refused(num_rows: list[int]) -> None:
+    case = make_case([5])
+    case.batch = RaggedBatch(case.batch.positions, num_rows, case.batch.kv_slots)
+
+    with pytest.raises(ValueError, match=f"^num_rows: expected a sum of 5, got {sum(num_rows)}$"):
+        case.run()
+
+
+def test_a_request_without_slots_is_refused() -> None:
+    case = make_case([5, 3])
+    case.batch = RaggedBatch(case.batch.positions, [5, 3], case.batch.kv_slots[:1])
+
+    with pytest.raises(ValueError, match="zip"):
+        case.run()

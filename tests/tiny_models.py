@@ -1,0 +1,92 @@
+"""Tiny models of every supported kind, made from configs; nothing is downloaded.
+
+Weights are drawn wide (initializer_range 0.2): with the usual 0.02 the logits hardly depend on
+attention, and wrong KV would go unseen.
+"""
+
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 384
+NUM_LAYERS = 4
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+_THETA = {"rope_theta": 10000.0}
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mha-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "llama-llama3": (
+        "Llama",
+        {
+            "rope_parameters": {
+                **_THETA,
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {**_THETA, "rope_type": "linear", "factor": 4.0}},
+    ),
+    "llama-partial-gptj": (
+        "Llama",
+        {"partial_rotary_factor": 0.5, "rope_is_neox_style": False},
+    ),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {**_THETA, "rope_type": "dynamic", "factor": 4.0}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3-yarn": (
+        "Qwen3",
+        {
+            "rope_parameters": {
+                **_THETA,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 2048,
+            }
+        },
+    ),
+}
+
+
+def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
+    """Write a model with random weights and return its folder; an existing one is kept."""
+    path = folder / kind
+    if (path / "model.safetensors").is_file():
+        return path
+    import torch
+    import transformers
+
+    family, overrides = KINDS[kind]
+    settings = {**_COMMON, "rope_parameters": {**_THETA, "rope_type": "default"}, **overrides}
+    config = getattr(transformers, f"{family}Config")(**settings)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.2)
+    model.save_pretrained(path)
+    return path
