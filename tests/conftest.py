@@ -8,10 +8,15 @@ settings.load_profile("sgl_blend")
 # Raised while SGLang and what it imports are loaded; nothing of ours can avoid them.
 _FOREIGN_WARNINGS = (
     r"ignore:.torch\.jit\.script_method. is deprecated:DeprecationWarning:torch\.jit\._script",
+    r"ignore:builtin type Swig\w+ has no __module__ attribute:DeprecationWarning",
+    r"ignore:Only .* support:UserWarning:sglang\.srt\.layers\.quantization",
 )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tensors here are tiny, and idle threads that spin slow a busy machine down tenfold. Engines
+    # are processes of their own and keep theirs.
+    torch.set_num_threads(1)
     for line in _FOREIGN_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
 

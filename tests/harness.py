@@ -85,6 +85,7 @@ class Driver:
     """Holds the scheduler in the worker process."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
+        import torch
         import zmq
         from sglang.srt.entrypoints.engine import Engine as SGLangEngine
         from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
@@ -106,6 +107,7 @@ class Driver:
         publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
         configure_scheduler_process(server_args, 0)
         self.scheduler = Scheduler(server_args, ports)
+        torch.set_num_threads(1)  # SGLang took all; tiny matrices only wait for each other
         self.sent_rids: list[str] = []
         self.num_batches = 0
         self._serial = 0

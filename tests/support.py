@@ -1,4 +1,4 @@
-"""Tolerances that are derived: a result may be as wrong as plain torch in the same dtype, no more."""
+"""Derived tolerances: a result may be as wrong as plain torch in the same dtype, and no more."""
 
 import torch
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sgl_blend.kernels.checks import check_tensor
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -18,7 +19,7 @@ def test_a_shape_fits_itself_and_its_wildcards(shape: tuple[int, ...], free: lis
 @given(shape=shapes, other=shapes)
 def test_another_shape_never_fits(shape: tuple[int, ...], other: tuple[int, ...]) -> None:
     if shape != other:
-        with pytest.raises(ValueError, match="^x: expected shape "):
+        with pytest.raises(ValueError, match=r"^x: expected shape "):
             check_tensor("x", torch.zeros(shape), shape=other)
 
 

@@ -1,4 +1,4 @@
-"""Keys moved by delta-RoPE, held against SGLang's own rotary embeddings and a complex-number oracle."""
+"""Keys moved by delta-RoPE, against SGLang's own rotary embeddings and complex numbers."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sgl_blend.kernels.delta_rope import copy_rotated, delta_rope_tables, rotate_keys
 from sglang.srt.layers.rotary_embedding import get_rope
+
+from sgl_blend.kernels.delta_rope import copy_rotated, delta_rope_tables, rotate_keys
 from support import assert_as_good_as, rms_error
 
 MAX_POSITION = 40_000
@@ -288,13 +289,11 @@ def test_double_precision_tables_are_refused() -> None:
 
 def test_more_rotary_dimensions_than_the_head_has_are_refused() -> None:
     cos = torch.ones(5, 9)
-    with pytest.raises(ValueError, match="^cos: rotary_dim 18 exceeds head_dim 16 of k$"):
+    with pytest.raises(ValueError, match=r"^cos: rotary_dim 18 exceeds head_dim 16 of k$"):
         rotate_keys(torch.zeros(5, 1, 16), cos, cos, neox=True)
 
 
 def test_slot_lists_of_different_lengths_are_refused() -> None:
     pool, table = torch.zeros(8, 1, 16), torch.ones(3, 8)
     with pytest.raises(ValueError, match=r"^dest_slots: expected shape \(3,\), got \(2,\)$"):
-        copy_rotated(
-            pool, pool, torch.arange(3), torch.arange(3, 5), table, 0 * table, neox=True
-        )
+        copy_rotated(pool, pool, torch.arange(3), torch.arange(3, 5), table, 0 * table, neox=True)

@@ -1,6 +1,7 @@
 import importlib
 
 import pytest
+
 import sgl_blend
 from sgl_blend import errors
 
@@ -22,7 +23,9 @@ def test_a_public_name_is_importable_and_documented(name: str) -> None:
     assert getattr(importlib.import_module("sgl_blend"), name).__doc__
 
 
-@pytest.mark.parametrize("error", [errors.ConfigError, errors.UnsupportedError, errors.RequestError])
+@pytest.mark.parametrize(
+    "error", [errors.ConfigError, errors.UnsupportedError, errors.RequestError]
+)
 def test_every_error_is_a_blend_error(error: type[Exception]) -> None:
     assert error.__bases__ == (errors.BlendError,)
 

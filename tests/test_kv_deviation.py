@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sgl_blend.kernels.kv_deviation import kv_deviation
 from support import assert_as_good_as
 

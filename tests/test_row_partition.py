@@ -1,6 +1,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from sgl_blend.kernels.row_partition import complement
 
 

@@ -90,3 +90,31 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(path)
     return path
+
+
+def add_tokenizer(path: Path) -> None:
+    """Give a model folder a byte-level tokenizer with idle special tokens and a chat template."""
+    if (path / "tokenizer.json").is_file():
+        return
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<|reserved_0|>", "<|reserved_1|>", "<|user|>", "<|bot|>"]
+    names = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        chat_template=(
+            "{% for m in messages %}{% if m.role == 'assistant' %}<|bot|>{% else %}<|user|>"
+            "{% endif %}{{ m.content }}{% endfor %}<|bot|>"
+        ),
+    ).save_pretrained(path)

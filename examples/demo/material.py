@@ -64,7 +64,7 @@ class Recipe:
     num_hidden_layers: int = 28
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
-    initializer_range: float = 0.08
+    initializer_range: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,9 @@ def make_model(recipe: Recipe, vocab_size: int, folder: Path) -> int:
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     shape = asdict(recipe)
     torch.manual_seed(shape.pop("seed"))
     shape["vocab_size"] = vocab_size

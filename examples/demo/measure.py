@@ -80,8 +80,8 @@ def stream_first_token(server: Server, text: str, params: Params) -> FirstToken:
 def read_distribution(server: Server, text: str, params: Params, vocab_size: int) -> np.ndarray:
     """Return the logprobs of the first token over the vocabulary, float64 [vocab_size].
 
-    Sent after the timed request, so server finds that request's KV, blended or not, in its
-    radix cache and computes the last token only.
+    Sent after the timed request, so the server finds that request's KV, blended or not, in
+    its radix cache and computes the last token only.
     """
     sampling: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 1}
     if params is not None:
@@ -99,7 +99,8 @@ def read_distribution(server: Server, text: str, params: Params, vocab_size: int
     if not np.isfinite(logprobs).all():
         raise ServerError(f"the server gave {len(pairs)} logprobs, expected {vocab_size}")
     # float32 logprobs do not add up to one to the last digit.
-    return logprobs - np.log(np.exp(logprobs).sum())
+    logprobs -= np.log(np.exp(logprobs).sum())
+    return logprobs
 
 
 def run_prompts(
@@ -145,6 +146,7 @@ def wait_for_chunks(server: Server, num_chunks: int, waiting: Callable[[int], No
         ServerError: They were not built in time.
     """
     started = time.monotonic()
+    built = 0
     while time.monotonic() - started < BUILD_TIMEOUT_S:
         info = server.info()
         built = int(info["chunks_built"])

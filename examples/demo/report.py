@@ -14,6 +14,7 @@ from typing import Any
 
 from material import Material
 from measure import FATES, Run, kl_divergence, top1_agreement
+from rich import box
 from rich.table import Table
 
 RATIO = 0.15
@@ -66,12 +67,14 @@ def compare(blended: Mapping[float, Run], full: Run) -> list[Row]:
 
 def make_table(rows: list[Row], full: Run, num_prompts: int) -> Table:
     """Lay the rows out, mean tokens per prompt, full prefill last."""
-    table = Table(title=f"{num_prompts} prompts, tokens per prompt (mean), TTFT (median)")
+    table = Table(
+        title=f"{num_prompts} prompts: tokens (mean), time to first token (median)",
+        box=box.SIMPLE_HEAD,
+    )
+    fates = [fate.removesuffix("_tokens") for fate in FATES]
     table.add_column("ratio")
-    for fate in FATES:
-        table.add_column(fate.removesuffix("_tokens"), justify="right")
-    for name in ("TTFT s", "speed-up", "top-1", "KL nats"):
-        table.add_column(name, justify="right")
+    for name in (*fates, "TTFT s", "speed-up", "top-1", "KL nats"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.ratio:g}",

@@ -9,9 +9,11 @@ of them misses its bound.
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
+import openai
 from material import Material, Prompt, Recipe, prepare
 from measure import Run, Track, run_prompts, stream_first_token, wait_for_chunks
 from report import compare, figures, make_table, shortfalls, summary, to_json
@@ -42,44 +44,45 @@ class Screen:
 
         def over(what: str, items: Iterable[str]) -> Iterator[str]:
             texts = list(items)
-            with self._bar() as bar:
-                task = bar.add_task(f"{stage}: {what}", total=len(texts))
-                for text in texts:
+            with self._bar(f"{stage}: {what}", len(texts)) as move:
+                for done, text in enumerate(texts, start=1):
                     yield text
-                    bar.advance(task)
+                    move(done)
 
         return over
 
     @contextmanager
-    def waiting(self, what: str, total: float) -> Iterator[Callable[[float], None]]:
+    def waiting(self, what: str, total: int) -> Iterator[Callable[[float], None]]:
         """Show a bar for something that is waited for; yields what moves it."""
         started = time.monotonic()
-        with self._bar() as bar:
-            task = bar.add_task(what, total=total)
-            yield lambda done: bar.update(task, completed=min(int(done), total))
+        with self._bar(what, total) as move:
+            yield move
         self.say(f"{what}: {time.monotonic() - started:.0f} s")
 
-    def _bar(self) -> Progress:
-        return Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
+    @contextmanager
+    def _bar(self, what: str, total: int) -> Iterator[Callable[[float], None]]:
+        if not self.console.is_terminal:
+            self.say(f"{what} ...")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(
+            *columns,
             TimeElapsedColumn(),
             console=self.console,
             transient=True,
-        )
+            disable=not self.console.is_terminal,
+        ) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda done: bar.update(task, completed=min(int(done), total))
 
 
 @contextmanager
 def server(screen: Screen, name: str, material: Material, extra: list[str]) -> Iterator[Server]:
     """Run a server, with a bar while it starts."""
-    with screen.waiting(f"starting the {name} server", 30) as waiting:
-        context = running(material.model, extra, FOLDER / f"{name}.log", waiting)
-        started = context.__enter__()
-    try:
+    log = FOLDER / f"{name}.log"
+    with ExitStack() as stack:
+        with screen.waiting(f"starting the {name} server", 30) as waiting:
+            started = stack.enter_context(running(material.model, extra, log, waiting))
         yield started
-    finally:
-        context.__exit__(*sys.exc_info())
 
 
 def measure_blended(screen: Screen, started: Server, material: Material) -> dict[float, Run]:
@@ -148,7 +151,7 @@ def main() -> int:
         with server(screen, "stock", material, []) as stock:
             commands["stock"] = stock.command
             full = measure_stock(screen, stock, material)
-    except ServerError as err:
+    except (ServerError, httpx.HTTPError, openai.OpenAIError) as err:
         console.print(f"error: {err}", style="red", markup=False, highlight=False)
         return 1
     rows = compare(blended, full)

@@ -1,0 +1,56 @@
+# `make demo` and `make test` set everything up by themselves; a second call installs nothing.
+
+PYTHON ?= python3
+# Arguments of `pip install` for torch alone, for machines whose index offers the CUDA build first.
+TORCH_PIP_ARGS ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+.PHONY: setup demo test slow lint format bench-cold clean
+
+setup: $(READY)
+
+ifeq ($(GPU),yes)
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade "pip>=25.1"
+	$(PY) -m pip install -e ".[sglang]" --group test --group lint --group demo
+	touch $@
+else
+$(READY): requirements/cpu.lock tools/torchvision_cpu_shim.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --no-deps $(TORCH_PIP_ARGS)
+	$(PY) -m pip install --quiet --no-deps -r requirements/cpu.lock
+	$(PY) -m pip install --quiet --no-deps -e .
+	install -m 644 tools/torchvision_cpu_shim.py "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')"
+	echo "import torchvision_cpu_shim" > "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')/torchvision_cpu_shim.pth"
+	touch $@
+endif
+
+demo: $(READY)
+	$(PY) examples/demo/run.py
+
+test: $(READY)
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+slow: $(READY)
+	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench-cold: $(READY)
+	$(PY) benchmarks/cold.py
+
+clean:
+	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,137 @@
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+import sglang as sgl
+from sglang.lang.backend.base_backend import BaseBackend
+
+from sgl_blend.errors import ConfigError
+from sgl_blend.frontend import chunk, configure
+
+
+@contextmanager
+def server(info: Any) -> Iterator[tuple[str, list[str]]]:
+    """Serve one JSON document at every path; yields the base URL and the paths asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            body = json.dumps(info).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        thread = Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{httpd.server_port}", asked
+        finally:
+            httpd.shutdown()
+            thread.join()
+
+
+def alone(function: Callable[[], Any]) -> Any:
+    """Call with settings of its own, so that no test configures another."""
+    return copy_context().run(function)
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_the_separator_is_learnt_from_the_server(slash: str) -> None:
+    def program() -> tuple[str, str]:
+        return configure(url + slash), chunk("text")
+
+    with server({"internal_states": [{"sgl_blend": {"separator": "<|sep|>"}}]}) as (url, asked):
+        assert alone(program) == ("<|sep|>", "<|sep|>text<|sep|>")
+    assert asked == ["/server_info"]
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {},
+        {"internal_states": []},
+        {"internal_states": [{}]},
+        {"internal_states": [{"sgl_blend": {}}]},
+        {"internal_states": [{"sgl_blend": {"separator": None}}]},
+    ],
+    ids=json.dumps,
+)
+def test_a_server_that_does_not_blend_is_reported(info: Any) -> None:
+    with (
+        server(info) as (url, _),
+        pytest.raises(ConfigError, match=f"^the server at {url} does not blend or has no sep"),
+    ):
+        alone(lambda: configure(url))
+
+
+def test_a_given_separator_is_taken_without_asking() -> None:
+    def program() -> str:
+        assert configure("http://nobody.invalid", separator="|") == "|"
+        return chunk("a b")
+
+    assert alone(program) == "|a b|"
+
+
+def test_configuring_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^configure\(\) needs a url or a separator$"):
+        alone(configure)
+
+
+def test_a_chunk_before_configuring_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^call sgl_blend.configure\(url\) before"):
+        alone(lambda: chunk("text"))
+
+
+def test_the_last_configuration_counts() -> None:
+    def program() -> str:
+        configure(separator="|")
+        configure(separator="#")
+        return chunk("x")
+
+    assert alone(program) == "#x#"
+
+
+def ask(answers: list[str]) -> Any:
+    def program(s: Any, document: str) -> None:
+        answers.append(chunk(document))
+
+    return sgl.function(program)
+
+
+def test_a_frontend_program_marks_its_chunks() -> None:
+    answers: list[str] = []
+
+    def run() -> None:
+        configure(separator="|")
+        ask(answers).run(document="a", backend=BaseBackend())
+
+    alone(run)
+    assert answers == ["|a|"]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=ConfigError,
+    reason="run_batch runs programs in threads of its own, which do not inherit a ContextVar",
+)
+def test_a_batch_of_frontend_programs_marks_its_chunks() -> None:
+    answers: list[str] = []
+
+    def run() -> None:
+        configure(separator="|")
+        documents = [{"document": "a"}, {"document": "b"}]
+        ask(answers).run_batch(documents, backend=BaseBackend(), num_threads=2)
+
+    alone(run)
+    assert sorted(answers) == ["|a|", "|b|"]

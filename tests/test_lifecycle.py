@@ -1,0 +1,273 @@
+"""L5: no slot and no lock outlives its request: abort, retraction, flush, eviction, starvation.
+
+Every test ends in Driver.settle: SGLang's own strict memory check runs at idle and raises on a leak.
+"""
+
+from typing import Any
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver, Prompt, largest_difference, rag_prompt, random_tokens
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = random_tokens(1, 40)
+CHUNKS = [random_tokens(10 + i, 80) for i in range(8)]
+QUESTION = random_tokens(99, 20)
+
+
+def rag(*numbers: int, **rest: Any) -> Prompt:
+    return rag_prompt(SYSTEM, [CHUNKS[i] for i in numbers], QUESTION, **rest)
+
+
+def _abort(driver: Driver, rid: str) -> None:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    driver.scheduler.abort_request(AbortReq(rid=rid))
+
+
+# --- abort ---
+
+
+def _abort_while_waiting(driver: Driver) -> None:
+    reqs = [driver.submit(rag(0, 1)), driver.submit(rag(1, 0))]
+    for req in reqs:
+        _abort(driver, req.rid)
+    assert driver.scheduler.waiting_queue == []
+    driver.settle()
+
+
+def _abort_while_decoding(driver: Driver) -> None:
+    driver.ask(rag(0, 1))
+    driver.settle()
+    req = driver.submit(rag(1, 0, max_new_tokens=50))
+    driver.run_until(lambda: len(req.output_ids) >= 2)
+    assert req.sgl_blend.report["chunk_hits"] == 2
+    _abort(driver, req.rid)
+    driver.run_until(req.finished)
+    driver.settle()
+
+
+def _abort_between_chunked_steps(driver: Driver) -> None:
+    driver.ask(rag(0, 1, 2))
+    driver.settle()
+    req = driver.submit(rag(2, 1, 0, max_new_tokens=5))
+    driver.run_until(lambda: driver.scheduler.chunked_req is req)
+    assert driver.locked_tokens() > 0, "the plan's chunks are not locked"
+    _abort(driver, req.rid)
+    driver.run_until(req.finished)
+    driver.settle()
+
+
+def _abort_while_its_chunks_are_built(driver: Driver) -> None:
+    req = driver.submit(rag(3, 4, 5))
+    driver.step()  # the build prefix
+    assert driver.runtime.builder.has_in_flight
+    _abort(driver, req.rid)
+    driver.settle()
+    assert driver.ask(rag(4, 3))[0].report["chunk_hits"] == 2
+
+
+def test_abort_in_the_queue(start_engine: StartEngine) -> None:
+    start_engine().call(_abort_while_waiting)
+
+
+def test_abort_while_decoding(start_engine: StartEngine) -> None:
+    start_engine().call(_abort_while_decoding)
+
+
+def test_abort_between_the_steps_of_a_chunked_prefill(start_engine: StartEngine) -> None:
+    start_engine(chunked_prefill_size=64).call(_abort_between_chunked_steps)
+
+
+def test_abort_while_chunks_are_built(start_engine: StartEngine) -> None:
+    start_engine(blend_on_miss="build").call(_abort_while_its_chunks_are_built)
+
+
+# --- retraction ---
+
+
+def _retract(driver: Driver, ratio: float) -> tuple[int, list[Any], list[Any]]:
+    driver.ask(rag(0, 1))
+    driver.settle()
+    # Each decodes as far as it is allowed, together they do not fit: SGLang has to retract.
+    params = {"sgl_blend_ratio": ratio}
+    prompts = [
+        rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[0]], random_tokens(70 + i, 5), max_new_tokens=120)
+        for i in range(5)
+    ]
+    for prompt in prompts:
+        prompt.params = params
+    reqs = [driver.submit(prompt) for prompt in prompts]
+    driver.run_until(lambda: all(req.finished() for req in reqs))
+    retracted = sum(req.retraction_count for req in reqs)
+    answers = [driver.answer(req) for req in reqs]
+    driver.settle()
+    driver.flush()
+    full = [
+        driver.ask(Prompt([prompt.tokens], max_new_tokens=120, salt="reference"))[0]
+        for prompt in prompts
+    ]
+    driver.settle()
+    return retracted, answers, full
+
+
+def test_retraction_gives_locks_back_and_answers_stay_exact(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=640, schedule_conservativeness=0.05)
+
+    retracted, answers, full = engine.call(_retract, 1.0)
+
+    assert retracted > 0, "nothing was retracted, the test shows nothing"
+    for got, want in zip(answers, full, strict=True):
+        assert got.output_ids == want.output_ids
+        report = got.report
+        counts = [report[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
+        assert sum(counts) == report["prompt_tokens"]
+
+
+# --- flush ---
+
+
+def _flush_with_pending_builds(driver: Driver) -> tuple[int, int]:
+    driver.ask(rag(0, 1, 2, 3))
+    pending = driver.runtime.builder.num_pending
+    driver.run_until(driver.scheduler.is_fully_idle)
+    driver.flush()
+    driver.settle()
+    return pending, driver.ask(rag(3, 2))[0].report["chunk_hits"]
+
+
+def test_flush_empties_the_cache_and_forgets_pending_builds(start_engine: StartEngine) -> None:
+    pending, hits = start_engine().call(_flush_with_pending_builds)
+    assert pending > 0
+    assert hits == 0
+
+
+# --- memory pressure ---
+
+
+def _serve_under_pressure(driver: Driver) -> int:
+    hits = 0
+    for turn in range(40):
+        order = [(turn * 3 + i * 5) % 8 for i in range(4)]
+        prompts = [
+            rag(*order, params={"sgl_blend_ratio": 1.0}),
+            rag(*order[::-1], params={"sgl_blend_ratio": 1.0}, salt="b"),
+        ]
+        for prompt, answer in zip(prompts, driver.ask(*prompts), strict=True):
+            hits += answer.report["chunk_hits"]
+            full = driver.ask(Prompt([prompt.tokens], salt="reference"))[0]
+            assert largest_difference(answer.logprobs[0], full.logprobs[0]) <= 1e-4
+        driver.settle()
+    return hits
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "build"])
+def test_answers_stay_right_while_chunks_are_evicted_all_the_time(
+    start_engine: StartEngine, on_miss: str
+) -> None:
+    engine = start_engine(blend_on_miss=on_miss, max_total_tokens=1300)
+    assert engine.call(_serve_under_pressure) > 0
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "build"])
+@pytest.mark.parametrize("pool", [420, 520, 640, 800])
+def test_a_pool_too_small_for_chunks_and_request_still_answers(
+    start_engine: StartEngine, on_miss: str, pool: int
+) -> None:
+    # The prompt has 380 tokens and its chunks as many again: a plan cannot be kept at all sizes.
+    engine = start_engine(blend_on_miss=on_miss, max_total_tokens=pool)
+    for _ in range(3):
+        answer = engine.ask(rag(0, 1, 2, 3))[0]
+        assert answer.finish == "FINISH_LENGTH"
+        engine.settle()
+    assert answer.report["prompt_tokens"] == 380
+
+
+# --- builds ---
+
+
+def _count_builds(driver: Driver) -> tuple[int, int]:
+    before = driver.num_batches
+    driver.ask(rag(0, 1, 2, 3, 4))
+    return driver.num_batches - before, driver.runtime.builder.num_built
+
+
+def test_missing_chunks_of_a_request_are_built_in_one_batch(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", max_total_tokens=5000)
+    engine.flush()
+
+    batches, _ = engine.call(_count_builds)
+
+    assert batches == 3, "expected one batch for the build prefix, one for the chunks, one to answer"
+
+
+def _builds_under_load(driver: Driver) -> tuple[int, int]:
+    """Keep plain requests waiting all the time and see whether a chunk gets built."""
+    driver.ask(rag(5, 6))
+    rounds = 0
+    waiting: list[Any] = []
+    while driver.runtime.builder.num_pending and rounds < 400:
+        while len(driver.scheduler.waiting_queue) < 3:
+            waiting.append(driver.submit(Prompt([random_tokens(1000 + rounds, 90)], salt="load")))
+            rounds += 1
+        driver.step()
+    driver.run_until(lambda: all(req.finished() for req in waiting))
+    driver.settle()
+    return rounds, driver.ask(rag(6, 5))[0].report["chunk_hits"]
+
+
+def test_background_builds_are_not_starved_by_a_full_queue(start_engine: StartEngine) -> None:
+    rounds, hits = start_engine().call(_builds_under_load)
+    assert hits == 2
+    assert rounds < 400
+
+
+def _background_builds_wait_for_requests(driver: Driver) -> bool:
+    driver.ask(rag(0, 7))
+    assert driver.runtime.builder.num_pending
+    req = driver.submit(Prompt([random_tokens(5, 30)]))
+    driver.step()
+    return bool(req.finished())
+
+
+def test_a_waiting_request_goes_before_background_builds(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=5000)
+    engine.flush()
+    assert engine.call(_background_builds_wait_for_requests)
+    engine.settle()
+
+
+def _turns(driver: Driver) -> list[dict[str, Any]]:
+    """A conversation: each turn brings a chunk more, and the answer to the turn before."""
+    reports = []
+    driver.ask(rag(0))
+    driver.settle()
+    segments: list[list[int]] = [SYSTEM]
+    chunk_at: list[int] = []
+    for turn, number in enumerate((0, 1, 2)):
+        driver.ask(rag(number))  # somebody else's request stores the chunk
+        driver.settle()
+        chunk_at.append(len(segments))
+        segments += [CHUNKS[number], random_tokens(40 + turn, 6)]
+        answer = driver.ask(Prompt(list(segments), list(chunk_at), max_new_tokens=8))[0]
+        reports.append(answer.report)
+        segments.append(answer.output_ids)
+    return reports
+
+
+def test_the_next_turn_of_a_conversation_reuses_the_last_one_as_prefix(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(max_total_tokens=5000)
+    engine.flush()
+
+    first, second, third = engine.call(_turns)
+
+    assert first["prefix_tokens"] == len(SYSTEM) + len(CHUNKS[0])
+    assert second["prefix_tokens"] >= first["prompt_tokens"] + 7
+    assert second["reused_tokens"] + second["recomputed_tokens"] == len(CHUNKS[1])
+    assert third["prefix_tokens"] >= second["prompt_tokens"] + 7
+    assert third["chunk_hits"] == 1

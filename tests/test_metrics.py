@@ -1,0 +1,113 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from sgl_blend.fallback import FallbackReason
+from sgl_blend.metrics import BlendMetrics
+
+COUNTS = (
+    "prompt_tokens",
+    "prefix_tokens",
+    "reused_tokens",
+    "recomputed_tokens",
+    "computed_tokens",
+    "chunk_hits",
+    "chunk_misses",
+)
+
+
+def report(*counts: int, fallback: str | None = None) -> dict[str, Any]:
+    """Write the report of one request, as it goes to the client."""
+    named = dict(zip(COUNTS, counts or range(7), strict=True))
+    return {**named, "policy": "hkvd", "ratio": 0.15, "fallback": fallback}
+
+
+reports = st.builds(
+    report,
+    *[st.integers(0, 10_000)] * 7,
+    fallback=st.one_of(st.none(), st.sampled_from(FallbackReason)),
+)
+
+
+def unpublished() -> BlendMetrics:
+    return BlendMetrics(publish=False, labels={})
+
+
+def test_totals_are_there_before_the_first_request() -> None:
+    assert unpublished().totals == dict.fromkeys(("requests", "blended", *COUNTS), 0)
+
+
+@given(st.lists(reports, max_size=10))
+def test_totals_are_the_sums_of_the_reports(all_reports: list[dict[str, Any]]) -> None:
+    metrics = unpublished()
+
+    for one in all_reports:
+        metrics.add(one)
+
+    for name in COUNTS:
+        assert metrics.totals[name] == sum(one[name] for one in all_reports)
+    assert metrics.totals["requests"] == len(all_reports)
+
+
+@given(st.lists(reports, max_size=10))
+def test_a_request_is_either_blended_or_has_a_reason(all_reports: list[dict[str, Any]]) -> None:
+    metrics = unpublished()
+
+    for one in all_reports:
+        metrics.add(one)
+
+    fallbacks = sum(metrics.fallbacks.values())
+    assert metrics.totals["blended"] + fallbacks == metrics.totals["requests"]
+    for reason in FallbackReason:
+        assert metrics.fallbacks[reason] == [one["fallback"] for one in all_reports].count(reason)
+
+
+def test_a_report_that_lacks_a_count_is_a_bug() -> None:
+    incomplete = report()
+    del incomplete["chunk_hits"]
+    with pytest.raises(KeyError, match="chunk_hits"):
+        unpublished().add(incomplete)
+
+
+_PUBLISH = """
+import sys
+from sgl_blend.metrics import BlendMetrics
+metrics = BlendMetrics(publish=True, labels={"model_name": "m"})
+counts = dict(prompt_tokens=100, prefix_tokens=10, reused_tokens=60, recomputed_tokens=20,
+              computed_tokens=10, chunk_hits=3, chunk_misses=1)
+metrics.add({**counts, "fallback": None})
+metrics.add({**counts, "fallback": "no chunk of the prompt is stored"})
+"""
+
+
+def test_what_the_scheduler_counts_appears_in_the_servers_metrics(tmp_path: Path) -> None:
+    # As in SGLang: the scheduler writes files that the HTTP process collects.
+    subprocess.run(
+        [sys.executable, "-c", _PUBLISH],
+        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        check=True,
+    )
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "m", **labels})
+
+    assert value("sgl_blend:requests_total") == 2
+    assert value("sgl_blend:blended_total") == 1
+    assert value("sgl_blend:prompt_tokens_total") == 200
+    assert value("sgl_blend:prefix_tokens_total") == 20
+    assert value("sgl_blend:reused_tokens_total") == 120
+    assert value("sgl_blend:recomputed_tokens_total") == 40
+    assert value("sgl_blend:computed_tokens_total") == 20
+    assert value("sgl_blend:chunk_hits_total") == 6
+    assert value("sgl_blend:chunk_misses_total") == 2
+    assert value("sgl_blend:fallback_total", reason="no_hit") == 1
+    assert value("sgl_blend:fallback_total", reason="disabled") is None

@@ -1,0 +1,111 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_blend.errors import RequestError
+from sgl_blend.namespaces import blend_salt, chunk_salt, fingerprint
+from sgl_blend.policies import POLICIES
+from sgl_blend.request import RESERVED_SALT, check_salt
+
+# Salts made of the very words and marks that namespaces are made of.
+salts = st.one_of(
+    st.none(),
+    st.text(max_size=8),
+    st.lists(
+        st.sampled_from(["sgl-blend:", "c:", "b:", ":", "hkvd", "0.15", "1", "0123456789abcdef"]),
+        max_size=6,
+    ).map("".join),
+)
+models = st.sampled_from(["a", "b"]).map(fingerprint)
+ways = st.fixed_dictionaries(
+    {
+        "policy": st.sampled_from(sorted(POLICIES)),
+        "ratio": st.floats(0, 1, allow_subnormal=False).filter(lambda ratio: str(ratio) != "-0.0"),
+        "check_layer": st.integers(1, 100),
+        "serial": st.one_of(st.none(), st.integers(0, 1000)),
+    }
+)
+
+
+def tenant(salt: str | None) -> str:
+    """Stock SGLang does not tell an empty salt from none either."""
+    return salt or ""
+
+
+def is_accepted(salt: str | None) -> bool:
+    try:
+        check_salt(salt)
+    except RequestError:
+        return False
+    return True
+
+
+@given(a=st.tuples(models, salts), b=st.tuples(models, salts))
+def test_chunks_of_different_models_or_tenants_never_meet(
+    a: tuple[str, str | None], b: tuple[str, str | None]
+) -> None:
+    same = (a[0], tenant(a[1])) == (b[0], tenant(b[1]))
+    assert (chunk_salt(a[0], a[1]) == chunk_salt(b[0], b[1])) is same  # type: ignore[arg-type]
+
+
+@given(a=st.tuples(models, salts, ways), b=st.tuples(models, salts, ways))
+def test_prompts_blended_in_different_ways_never_meet(
+    a: tuple[str, str | None, dict[str, object]], b: tuple[str, str | None, dict[str, object]]
+) -> None:
+    same = (a[0], tenant(a[1]), a[2]) == (b[0], tenant(b[1]), b[2])
+    names = [blend_salt(model, salt, **way) for model, salt, way in (a, b)]  # type: ignore[arg-type]
+    assert (names[0] == names[1]) is same
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy": "random"},
+        {"ratio": 0.2},
+        {"check_layer": 2},
+        {"serial": 0},
+        {"serial": 1},
+        {"model": fingerprint("other")},
+        {"client_salt": "tenant"},
+    ],
+    ids=str,
+)
+def test_any_single_difference_is_another_namespace(change: dict[str, object]) -> None:
+    way: dict[str, object] = {
+        "model": fingerprint("model"),
+        "client_salt": None,
+        "policy": "hkvd",
+        "ratio": 0.15,
+        "check_layer": 1,
+        "serial": None,
+    }
+    assert blend_salt(**way) != blend_salt(**{**way, **change})  # type: ignore[arg-type]
+
+
+@given(model=models, a=salts, b=salts, way=ways)
+def test_chunks_and_blended_prompts_never_meet(
+    model: str, a: str | None, b: str | None, way: dict[str, object]
+) -> None:
+    assert chunk_salt(model, a) != blend_salt(model, b, **way)  # type: ignore[arg-type]
+
+
+@given(client=salts, model=models, other=salts, way=ways)
+def test_a_salt_that_a_client_may_choose_names_no_namespace_of_ours(
+    client: str | None, model: str, other: str | None, way: dict[str, object]
+) -> None:
+    ours = {chunk_salt(model, other), blend_salt(model, other, **way)}  # type: ignore[arg-type]
+
+    assert not any(is_accepted(name) for name in ours)
+    if is_accepted(client):
+        assert client not in ours
+        assert not (client or "").startswith(RESERVED_SALT)
+
+
+@given(a=st.text(), b=st.text())
+def test_different_models_have_different_fingerprints(a: str, b: str) -> None:
+    assert (fingerprint(a) == fingerprint(b)) is (a == b)
+
+
+def test_a_fingerprint_is_the_same_in_every_process() -> None:
+    # A stored chunk outlives the process that wrote it, and hash() does not.
+    assert fingerprint("model") == "9372c470eeadd5ec"

@@ -1,0 +1,216 @@
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_blend.plan import BlendPlan, ReusedSpan, Window
+from sgl_blend.policies import POLICIES, recompute_budget
+
+
+def span_at(start: int, length: int, source_start: int) -> ReusedSpan:
+    """A span whose slot for source position p is 7p + 3, so that slots tell where they belong."""
+    source = torch.arange(source_start, source_start + length)
+    return ReusedSpan(start, source_start, 7 * source + 3)
+
+
+@dataclass
+class Case:
+    """A plan for a request of num_tokens, and steps that together are the request."""
+
+    plan: BlendPlan
+    num_tokens: int
+    prefix: int
+    steps: list[tuple[int, int]]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    bounds = draw(st.lists(st.integers(0, 120), unique=True, min_size=2, max_size=14).map(sorted))
+    num_tokens = draw(st.integers(bounds[-1], 130).filter(bool))
+    exact = None
+    if draw(st.booleans()):
+        length = bounds[1] - bounds[0]
+        exact = span_at(bounds[0], length, bounds[0])
+        bounds = bounds[1:]
+    spans = tuple(
+        span_at(start, stop - start, draw(st.integers(0, 1000)))
+        for start, stop in pairwise(bounds)
+        if draw(st.booleans())
+    )
+    plan = BlendPlan(
+        exact=exact,
+        spans=spans,
+        computed_from=draw(st.integers(0, num_tokens - 1)),
+        policy=draw(st.sampled_from(sorted(POLICIES))),
+        ratio=draw(st.integers(0, 20)) / 20,
+    )
+    # What the radix prefix covers is in no step; cuts are where chunked prefill stops.
+    prefix = draw(st.integers(0, num_tokens - 1))
+    cuts = draw(st.lists(st.integers(prefix + 1, num_tokens), unique=True, max_size=4))
+    edges = sorted({prefix, num_tokens, *cuts})
+    return Case(plan, num_tokens, prefix, list(pairwise(edges)))
+
+
+def reused_in(window: Window) -> list[int]:
+    """Positions of a window whose KV comes from the pool, head first."""
+    runs = ([] if window.head is None else [window.head]) + list(window.spans)
+    return [position for run in runs for position in range(run.start, run.stop)]
+
+
+def planned(plan: BlendPlan) -> dict[int, int]:
+    """The slot that the plan has for a position."""
+    runs = ([] if plan.exact is None else [plan.exact]) + list(plan.spans)
+    return {
+        run.start + offset: int(run.slots[offset]) for run in runs for offset in range(len(run))
+    }
+
+
+@given(cases())
+def test_a_window_lies_inside_its_step_in_ascending_order(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        if window is not None:
+            positions = reused_in(window)
+            assert (window.start, window.stop) == (start, stop)
+            assert positions == sorted(set(positions))
+            assert all(start <= position < stop for position in positions)
+            assert all(len(span) > 0 for span in window.spans)
+
+
+@given(cases())
+def test_the_last_row_of_a_step_is_always_computed(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        assert window is None or stop - 1 not in reused_in(window)
+
+
+@given(cases())
+def test_rows_that_must_be_computed_are_never_reused(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        if window is not None:
+            assert all(position < case.plan.computed_from for position in reused_in(window))
+
+
+@given(cases())
+def test_everything_else_that_is_planned_is_reused(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        limit = min(stop - 1, case.plan.computed_from)
+        exact = case.plan.exact
+        head = range(start, min(exact.stop, limit)) if exact and exact.start <= start else range(0)
+        chunks = {position for span in case.plan.spans for position in range(span.start, span.stop)}
+        wanted = sorted({*head, *(p for p in range(start, limit) if p in chunks)})
+
+        assert ([] if window is None else reused_in(window)) == wanted
+
+
+@given(cases())
+def test_a_head_begins_with_its_step(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        if window is not None and window.head is not None:
+            assert window.head.start == start < window.head_stop == window.head.stop < stop
+            assert all(span.start >= window.head_stop for span in window.spans)
+        elif window is not None:
+            assert window.head_stop == start
+
+
+@given(cases())
+def test_a_position_keeps_its_slot_and_source_through_every_cut(case: Case) -> None:
+    slots = planned(case.plan)
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        for span in () if window is None else (window.head, *window.spans):
+            if span is not None:
+                for offset, slot in enumerate(span.slots.tolist()):
+                    assert slot == slots[span.start + offset]
+                    assert slot == 7 * (span.source_start + offset) + 3
+
+
+@given(cases())
+def test_counts_add_up_and_the_budget_is_the_policys(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        if window is not None:
+            head = 0 if window.head is None else len(window.head)
+            assert window.num_candidates + head == len(reused_in(window))
+            assert window.num_recomputed + window.num_dropped == window.num_candidates
+            assert 0 <= window.num_recomputed <= window.num_candidates
+            assert window.policy == case.plan.policy
+            assert window.num_recomputed == recompute_budget(
+                case.plan.policy, case.plan.ratio, window.num_candidates
+            )
+
+
+@given(cases())
+def test_the_steps_of_a_request_cover_it_once(case: Case) -> None:
+    reused, computed = [], []
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        here = [] if window is None else reused_in(window)
+        reused += here
+        computed += sorted(set(range(start, stop)) - set(here))
+
+    assert sorted(reused + computed) == list(range(case.prefix, case.num_tokens))
+    assert set(reused) <= planned(case.plan).keys()
+
+
+@given(cases())
+def test_a_step_without_reuse_is_a_plain_prefill(case: Case) -> None:
+    for start, stop in case.steps:
+        window = case.plan.window(start, stop)
+        assert window is None or reused_in(window)
+
+
+@given(
+    span=st.builds(span_at, st.integers(0, 50), st.integers(1, 40), st.integers(0, 90)),
+    bounds=st.tuples(st.integers(-5, 120), st.integers(-5, 120)),
+)
+def test_clipping_keeps_positions_slots_and_sources_together(
+    span: ReusedSpan, bounds: tuple[int, int]
+) -> None:
+    inside = [p for p in range(span.start, span.stop) if bounds[0] <= p < bounds[1]]
+
+    clipped = span.clip(*bounds)
+
+    if clipped is None:
+        assert not inside
+    else:
+        assert list(range(clipped.start, clipped.stop)) == inside
+        assert len(clipped) == len(clipped.slots) == len(inside)
+        assert clipped.source_start - span.source_start == clipped.start - span.start
+        assert clipped.slots.tolist() == [
+            7 * (p - span.start + span.source_start) + 3 for p in inside
+        ]
+
+
+def test_a_step_that_starts_before_the_exact_kv_computes_it() -> None:
+    # Its rows cannot be left out in the middle of a step, only at its head.
+    plan = BlendPlan(span_at(4, 4, 4), (span_at(10, 5, 0),), 19, "hkvd", 0.2)
+
+    window = plan.window(2, 20)
+
+    assert window is not None
+    assert window.head is None
+    assert reused_in(window) == list(range(10, 15))
+
+
+def test_the_picture_of_a_whole_request() -> None:
+    plan = BlendPlan(span_at(0, 4, 0), (span_at(6, 5, 100), span_at(11, 5, 50)), 19, "hkvd", 0.2)
+
+    window = plan.window(0, 20)
+
+    assert window is not None
+    assert window.head_stop == 4
+    assert [(span.start, span.stop) for span in window.spans] == [(6, 11), (11, 16)]
+    assert (window.num_candidates, window.num_recomputed, window.num_dropped) == (10, 2, 8)
+
+
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_step_of_one_row_reuses_nothing(stop: int) -> None:
+    plan = BlendPlan(span_at(0, 10, 0), (), 9, "hkvd", 0.2)
+    assert plan.window(stop - 1, stop) is None

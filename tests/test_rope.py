@@ -1,0 +1,121 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.rotary_embedding import factory, get_rope
+from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+
+from sgl_blend.errors import UnsupportedError
+from sgl_blend.rope import read_rotation
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+def make_rope(
+    scaling: dict[str, Any] | None = None, *, neox: bool = True, base: int = 10_000
+) -> Any:
+    return get_rope(64, 64, 1024, base, neox, scaling, torch.float32)
+
+
+def layers_of(*embeddings: Any) -> list[Any]:
+    return [SimpleNamespace(self_attn=SimpleNamespace(rotary_emb=rope)) for rope in embeddings]
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3, YARN], ids=str)
+def test_a_rotation_that_depends_on_the_position_alone_is_read(
+    scaling: dict[str, Any] | None, neox: bool
+) -> None:
+    rope = make_rope(scaling, neox=neox)
+
+    rotation = read_rotation(layers_of(rope, rope, rope))
+
+    assert rotation.embedding is rope
+    assert rotation.neox is neox
+
+
+def test_the_table_is_read_anew_each_time() -> None:
+    # SGLang extends its table for longer prompts and casts it, by putting another in its place.
+    rope = RotaryEmbedding(64, 64, 128, 10_000, True, torch.float32)
+    rotation = read_rotation(layers_of(rope))
+    position = torch.tensor([100]), torch.tensor([120])
+    before = rotation.between(*position)
+
+    rope._ensure_cos_sin_cache_length(5000)
+    after = rotation.between(*position)
+    beyond = rotation.between(torch.tensor([4000]), torch.tensor([4020]))
+
+    for a, b in ((before, after), (before, beyond)):
+        torch.testing.assert_close(a, b, rtol=0, atol=20 * 5000 * torch.finfo(torch.float32).eps)
+    assert torch.equal(before[0], after[0])
+
+
+def test_the_rotation_turns_forward_when_the_chunk_moves_forward() -> None:
+    rotation = read_rotation(layers_of(make_rope()))
+
+    cos, sin = rotation.between(torch.tensor([3]), torch.tensor([4]))
+
+    # The first frequency is one radian per position.
+    one = torch.ones(())
+    torch.testing.assert_close(cos[0, 0], one.cos())
+    torch.testing.assert_close(sin[0, 0], one.sin())
+
+
+def test_a_rotation_that_depends_on_the_prompts_length_is_refused() -> None:
+    rope = make_rope(DYNAMIC)
+    with pytest.raises(UnsupportedError, match=r"rotary embedding DynamicNTK.* is not supported"):
+        read_rotation(layers_of(rope))
+
+
+def test_every_kind_that_is_not_known_is_refused() -> None:
+    kinds = {name for name in vars(factory) if name.endswith("RotaryEmbedding")}
+    accepted = {
+        "RotaryEmbedding",
+        "LinearScalingRotaryEmbedding",
+        "Llama3RotaryEmbedding",
+        "YaRNScalingRotaryEmbedding",
+    }
+    assert accepted < kinds
+    for name in kinds - accepted:
+        stranger = type(name, (RotaryEmbedding,), {"__init__": lambda self: None})()
+        with pytest.raises(UnsupportedError, match=f"rotary embedding {name} is not supported"):
+            read_rotation(layers_of(stranger))
+
+
+@pytest.mark.parametrize("layer", [SimpleNamespace(), SimpleNamespace(self_attn=object())], ids=str)
+def test_a_model_without_rotary_embedding_is_refused(layer: Any) -> None:
+    with pytest.raises(UnsupportedError, match="rotary embedding NoneType is not supported"):
+        read_rotation([layer])
+
+
+def test_layers_that_rotate_differently_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="decoder layers with different rotary embeddings"):
+        read_rotation(layers_of(make_rope(), make_rope(base=500_000)))
+
+
+def test_a_layer_in_the_middle_without_rotation_is_refused() -> None:
+    rope = make_rope()
+    with pytest.raises(UnsupportedError, match="decoder layers with different rotary embeddings"):
+        read_rotation(layers_of(rope, None, rope))
+
+
+def test_a_table_that_starts_elsewhere_is_refused() -> None:
+    rope = RotaryEmbedding(64, 64, 64, 10_000, True, torch.float32, position_start=8)
+    with pytest.raises(UnsupportedError, match="RotaryEmbedding without a plain cos/sin table"):
+        read_rotation(layers_of(rope))
+
+
+def test_several_linear_scalings_in_one_table_are_refused() -> None:
+    rope = LinearScalingRotaryEmbedding(64, 64, 64, 10_000, True, [1.0, 4.0], torch.float32)
+    with pytest.raises(UnsupportedError, match="linear RoPE scaling with more than one factor"):
+        read_rotation(layers_of(rope))

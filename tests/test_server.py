@@ -1,0 +1,410 @@
+"""The real HTTP server, as a client sees it: every API, every malformed value, metrics."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import add_tokenizer, make_model
+
+pytestmark = pytest.mark.engine
+
+SEP = "<|reserved_0|>"
+CPU_FLAGS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
+    *("--host", "127.0.0.1", "--log-level", "warning", "--skip-server-warmup"),
+]
+SYSTEM = "You answer from the documents.\n"
+DOCUMENTS = [
+    "The harbour of Varna lies on the Black Sea and was dredged in 1906. " * 2,
+    "A capybara eats up to three kilograms of grass a day and swims well. " * 2,
+    "Copper sheets on roofs turn green because a layer of brochantite forms. " * 2,
+]
+
+
+@dataclass
+class Server:
+    """A running server: where it listens and what it wrote."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def request(self, path: str, body: Any = None) -> tuple[int, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data=data, headers={"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                text = response.read().decode()
+                status = response.status
+        except urllib.error.HTTPError as err:
+            text, status = err.read().decode(), err.code
+        try:
+            return status, json.loads(text)
+        except json.JSONDecodeError:
+            return status, text
+
+    def generate(self, text: str, **params: Any) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": params or None}
+        status, body = self.request("/generate", {"text": text, "sampling_params": sampling})
+        assert status == 200, body
+        answer: dict[str, Any] = body
+        return answer
+
+    def totals(self) -> dict[str, Any]:
+        totals: dict[str, Any] = self.request("/server_info")[1]["internal_states"][0]["sgl_blend"]
+        return totals
+
+    def wait_for_builds(self) -> None:
+        for _ in range(200):
+            if self.totals()["chunks_pending"] == 0:
+                time.sleep(0.3)
+                return
+            time.sleep(0.1)
+        raise AssertionError("background builds did not end")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def start_server(command: list[str], log: Path, cwd: Path) -> Server:
+    port = free_port()
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, *CPU_FLAGS, "--port", str(port)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the server died:\n{log.read_text()[-3000:]}"
+        try:
+            if server.request("/health")[0] == 200:
+                return server
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.3)
+    stop(server)
+    raise AssertionError(f"the server did not come up:\n{log.read_text()[-3000:]}")
+
+
+def stop(server: Server) -> None:
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGTERM)
+        try:
+            server.process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_model("llama", tmp_path_factory.mktemp("server-model"))
+    add_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    running = start_server(
+        [*command, "--enable-blend", "--enable-metrics"],
+        folder / "log",
+        Path(__file__).parents[1],  # the repository root, whose folders must not shadow packages
+    )
+    yield running
+    stop(running)
+
+
+def rag_text(*numbers: int, question: str = "Where is Varna?") -> str:
+    chunks = "".join(f"{SEP}{DOCUMENTS[i]}{SEP}" for i in numbers)
+    return f"{SYSTEM}{chunks}{question}"
+
+
+def test_generate_reuses_chunks_in_another_order(server: Server) -> None:
+    cold = server.generate(rag_text(0, 1, 2))
+    server.wait_for_builds()
+
+    warm = server.generate(rag_text(2, 0, 1))
+
+    report = warm["meta_info"]["sgl_blend"]
+    assert len(report) == 1
+    assert cold["meta_info"]["sgl_blend"][0]["chunk_misses"] == 3
+    assert report[0]["chunk_hits"] == 3
+    assert report[0]["fallback"] is None
+    fates = [report[0][f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
+    assert sum(fates) == report[0]["prompt_tokens"] == warm["meta_info"]["prompt_tokens"]
+    assert report[0]["reused_tokens"] > 100
+
+
+def test_separators_are_not_part_of_the_prompt(server: Server) -> None:
+    plain = server.generate(rag_text(0, 1).replace(SEP, ""))
+    marked = server.generate(rag_text(0, 1), sgl_blend=False)
+
+    assert marked["meta_info"]["prompt_tokens"] == plain["meta_info"]["prompt_tokens"]
+    assert marked["text"] == plain["text"]
+    assert marked["meta_info"]["sgl_blend"][0]["fallback"] == "disabled by the request"
+    assert plain["meta_info"]["sgl_blend"][0]["fallback"] == "no chunk in the prompt"
+
+
+def test_ratio_one_answers_as_without_blending(server: Server) -> None:
+    server.generate(rag_text(0, 1, 2))
+    server.wait_for_builds()
+    exact = server.generate(rag_text(1, 2, 0), sgl_blend=False)
+    full = server.generate(rag_text(1, 2, 0), sgl_blend_ratio=1.0, sgl_blend_policy="hkvd-k")
+    assert full["meta_info"]["sgl_blend"][0]["policy"] == "hkvd-k"
+    assert full["text"] == exact["text"]
+
+
+def test_chat_and_completions_of_the_openai_client(server: Server) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    before = server.totals()
+    for numbers in ((0, 1), (1, 0)):
+        client.chat.completions.create(
+            model="default",
+            messages=[
+                {"role": "system", "content": SYSTEM},
+                {"role": "user", "content": rag_text(*numbers)},
+            ],
+            max_tokens=2,
+            temperature=0,
+            extra_body={"custom_params": {"sgl_blend_ratio": 0.3}},
+        )
+        server.wait_for_builds()
+    completion = client.completions.create(
+        model="default", prompt=rag_text(1, 0), max_tokens=2, temperature=0
+    )
+    after = server.totals()
+    assert completion.usage is not None
+    assert after["chunk_hits"] - before["chunk_hits"] >= 2
+    assert after["blended"] > before["blended"]
+
+
+def test_streaming_reports_once(server: Server) -> None:
+    body = {
+        "text": rag_text(2, 1, 0),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 4},
+        "stream": True,
+    }
+    request = urllib.request.Request(
+        server.url + "/generate",
+        data=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        lines = [line[6:] for line in response.read().decode().splitlines() if line[:6] == "data: "]
+    last = json.loads(lines[-2])
+    assert lines[-1] == "[DONE]"
+    assert last["meta_info"]["sgl_blend"][0]["prompt_tokens"] == last["meta_info"]["prompt_tokens"]
+
+
+def test_frontend_language_programs_mark_chunks(server: Server) -> None:
+    import sglang as sgl
+
+    import sgl_blend
+
+    separator = sgl_blend.configure(server.url)
+    assert separator == SEP
+
+    @sgl.function  # type: ignore[untyped-decorator, unused-ignore]
+    def program(s: Any, first: str, second: str) -> None:
+        s += f"Frontend. {SYSTEM}"
+        s += sgl_blend.chunk(first) + sgl_blend.chunk(second)
+        s += "Where is Varna?"
+        s += sgl.gen("answer", max_tokens=2, temperature=0)
+
+    sgl.set_default_backend(sgl.RuntimeEndpoint(server.url))
+    before = server.totals()
+    assert program.run(first=DOCUMENTS[0], second=DOCUMENTS[2])["answer"]
+    server.wait_for_builds()
+    assert program.run(first=DOCUMENTS[2], second=DOCUMENTS[0])["answer"]
+    assert server.totals()["chunk_hits"] >= before["chunk_hits"] + 2
+
+
+def test_explicit_spans_of_token_ids(server: Server) -> None:
+    ids = [1, *range(50, 90), *range(60, 130), *range(40, 110), 9, 8, 7]
+    spans = [41, 111, 111, 181]
+    for _ in range(2):
+        body = {
+            "input_ids": ids,
+            "sampling_params": {
+                "max_new_tokens": 2,
+                "custom_params": {"sgl_blend_spans": spans, "sgl_blend_policy": "first-k"},
+            },
+        }
+        status, answer = server.request("/generate", body)
+        assert status == 200, answer
+        server.wait_for_builds()
+    report = answer["meta_info"]["sgl_blend"][0]
+    assert report["prompt_tokens"] == len(ids)
+
+
+MALFORMED: dict[str, Any] = {
+    "nested list": {"sgl_blend_spans": [[0, 5], [6, 9]]},
+    "deeply nested under another name": {"mine": [[[1]]]},
+    "nested object": {"mine": {"a": {"b": 1}}},
+    "negative": {"sgl_blend_spans": [-4, 9]},
+    "overlapping": {"sgl_blend_spans": [0, 50, 40, 80]},
+    "descending": {"sgl_blend_spans": [40, 80, 0, 20]},
+    "empty span": {"sgl_blend_spans": [5, 5]},
+    "out of range": {"sgl_blend_spans": [0, 100000]},
+    "odd": {"sgl_blend_spans": [0, 5, 9]},
+    "a million spans": {"sgl_blend_spans": list(range(2_000_000))},
+    "text in spans": {"sgl_blend_spans": ["0", "5"]},
+    "booleans in spans": {"sgl_blend_spans": [False, True]},
+    "spans as text": {"sgl_blend_spans": "0,5"},
+    "spans beside separators": {"sgl_blend_spans": [0, 5]},
+    "ratio as text": {"sgl_blend_ratio": "0.5"},
+    "ratio above one": {"sgl_blend_ratio": 1.5},
+    "ratio as boolean": {"sgl_blend_ratio": True},
+    "unknown policy": {"sgl_blend_policy": "best"},
+    "policy as list": {"sgl_blend_policy": ["hkvd"]},
+    "switch as text": {"sgl_blend": "no"},
+    "unknown name": {"sgl_blend_ration": 0.5},
+    "custom_params as list": [1, 2],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_parameters_are_400_and_the_server_lives(server: Server, name: str) -> None:
+    text = rag_text(0, 1) if name == "spans beside separators" else "x" * 200
+    body = {"text": text, "sampling_params": {"max_new_tokens": 1, "custom_params": MALFORMED[name]}}
+
+    status, answer = server.request("/generate", body)
+
+    assert status == 400, answer
+    message = answer["error"]["message"]
+    assert message
+    assert "\n" not in message
+    assert server.process.poll() is None
+    assert server.generate("still there?")["meta_info"]["completion_tokens"] > 0
+
+
+def test_malformed_parameters_are_400_on_the_openai_api(server: Server) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "x" * 100}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100}]}),
+    ):
+        body |= {"model": "default", "custom_params": {"sgl_blend_ratio": 2}, "max_tokens": 1}
+        status, answer = server.request(path, body)
+        assert status == 400, answer
+        assert "sgl_blend_ratio" in json.dumps(answer)
+
+
+def test_a_reserved_cache_salt_is_400(server: Server) -> None:
+    body = {"text": "hello", "cache_salt": "sgl-blend:c:0123:", "sampling_params": {}}
+    status, answer = server.request("/generate", body)
+    assert status == 400, answer
+
+
+def test_server_info_and_metrics_show_totals(server: Server) -> None:
+    server.generate(rag_text(0, 1))
+    totals = server.totals()
+    assert totals["separator"] == SEP
+    assert totals["enable_blend"] is True
+    assert totals["requests"] > 0
+    fates = [totals[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
+    assert sum(fates) == totals["prompt_tokens"]
+    _, metrics = server.request("/metrics")
+    for name in ("reused_tokens", "recomputed_tokens", "chunk_hits", "chunk_misses", "requests"):
+        assert f"sgl_blend:{name}_total" in metrics
+    assert 'sgl_blend:fallback_total{' in metrics
+
+
+def test_flush_and_abort_over_http_leave_no_leak(server: Server) -> None:
+    server.generate(rag_text(0, 1, 2))
+    server.wait_for_builds()
+    status, _ = server.request("/flush_cache", {})
+    assert status == 200
+    again = server.generate(rag_text(1, 0, 2))
+    assert again["meta_info"]["sgl_blend"][0]["chunk_hits"] == 0
+    assert server.request("/abort_request", {"rid": "", "abort_all": True})[0] == 200
+    assert server.process.poll() is None
+
+
+def test_sglang_serve_starts_with_the_flag(model: Path, tmp_path: Path) -> None:
+    serve = Path(sys.executable).with_name("sglang")
+    running = start_server(
+        [str(serve), "serve", "--model-path", str(model), "--enable-blend"],
+        tmp_path / "log",
+        tmp_path,
+    )
+    try:
+        assert running.totals()["separator"] == SEP
+    finally:
+        stop(running)
+
+
+REFUSED = {
+    "unknown policy": (["--enable-blend", "--blend-policy", "best"], "blend_policy must be one of"),
+    "ratio": (["--enable-blend", "--blend-recompute-ratio", "2"], "blend_recompute_ratio must be"),
+    "without enable": (["--blend-policy", "random"], "has no effect without enable_blend"),
+    "check layer 0": (["--enable-blend", "--blend-check-layer", "0"], "must be at least 1"),
+    "check layer too high": (["--enable-blend", "--blend-check-layer", "3"], "below the last of 4"),
+    "separator": (["--enable-blend", "--blend-separator", "#"], "is not a special token"),
+    "radix cache off": (["--enable-blend", "--disable-radix-cache"], "--disable-radix-cache is not"),
+    "tensor parallel": (["--enable-blend", "--tp-size", "2"], "--tp-size is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_server_that_cannot_blend_does_not_start(
+    model: Path, tmp_path: Path, name: str
+) -> None:
+    flags, sentence = REFUSED[name]
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *flags, *CPU_FLAGS, "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert sentence in done.stdout + done.stderr
+
+
+def test_a_model_with_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
+    path = make_model("llama-dynamic", tmp_path)
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)]
+    done = subprocess.run(
+        [*command, "--enable-blend", "--skip-tokenizer-init", *CPU_FLAGS, "--port", str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "rotary embedding DynamicNTKScalingRotaryEmbedding is not supported" in (
+        done.stdout + done.stderr
+    )
