@@ -7,6 +7,7 @@ and a chunk is always computed whole, on top of a build prefix that was built fi
 """
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -201,11 +202,18 @@ class ChunkBuilder:
             salt=key.salt,
             extra_key=key.extra_key,
             vocab_size=scheduler.model_config.vocab_size,
-            priority=0 if scheduler.enable_priority_scheduling else None,
+            priority=self._lowest_priority(),
         )
         build.sgl_blend_build = key
         build.finished_output = True  # SGLang then streams nothing of it to the detokenizer
         return build
+
+    def _lowest_priority(self) -> int | None:
+        """Return the priority that SGLang itself gives requests without one."""
+        scheduler = self._scheduler
+        if not scheduler.enable_priority_scheduling:
+            return None
+        return sys.maxsize if scheduler.schedule_low_priority_values_first else -sys.maxsize - 1
 
     def _free_rows(self) -> int:
         scheduler = self._scheduler

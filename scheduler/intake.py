@@ -62,8 +62,8 @@ class Intake:
         spans = tuple(
             span for span in prompt.spans if len(span) >= self._config.blend_min_chunk_tokens
         )
-        if not overrides.enabled or not spans:
-            reason = FallbackReason.NO_CHUNKS if overrides.enabled else FallbackReason.DISABLED
+        reason = _why_plain(recv_req, overrides, spans)
+        if reason is not None:
             return self._plain(recv_req, len(prompt.token_ids), reason)
         return self._blended(recv_req, prompt, spans, overrides)
 
@@ -124,3 +124,14 @@ class Intake:
             ratio=self._config.blend_recompute_ratio,
             fallback=reason,
         )
+
+
+def _why_plain(
+    recv_req: Any, overrides: Overrides, spans: tuple[Span, ...]
+) -> FallbackReason | None:
+    if not overrides.enabled:
+        return FallbackReason.DISABLED
+    if not spans:
+        return FallbackReason.NO_CHUNKS
+    # A session puts earlier turns before these tokens, so their offsets would point elsewhere.
+    return None if recv_req.session_params is None else FallbackReason.SESSION

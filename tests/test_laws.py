@@ -1,5 +1,7 @@
 """The laws of docs/design.md on SGLang's real scheduler, pool and model."""
 
+from typing import Any
+
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
@@ -209,6 +211,60 @@ def test_l2_what_stands_later_never_changes_an_earlier_row(start_engine: StartEn
     for (k1, v1), (k2, v2) in zip(one, other, strict=True):
         assert torch.equal(k1, k2)
         assert torch.equal(v1, v2)
+
+
+# --- rotation, against frequencies that transformers computes ---
+
+
+def _reused_and_stored(driver: Driver, prompt: Prompt, chunk: list[int]) -> tuple[Any, Any, Any]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    req = driver.submit(prompt)
+    salt = req.cache_salt
+    driver.run_until(req.finished)
+    config = driver.scheduler.model_config.hf_config
+    kind = config.rope_parameters["rope_type"]
+    rotary_dim = int(config.head_dim * getattr(config, "partial_rotary_factor", 1.0))
+    if kind == "default":
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+        frequencies = config.rope_parameters["rope_theta"] ** -exponents
+    else:
+        frequencies = ROPE_INIT_FUNCTIONS[kind](config, "cpu")[0].double()
+    blended = driver.kv(prompt.tokens, salt)
+    return blended, driver.kv([*SYSTEM, *chunk], driver.chunk_salt()), frequencies
+
+
+def _rotate_by_complex_numbers(
+    k: torch.Tensor, delta: int, frequencies: torch.Tensor, *, neox: bool
+) -> torch.Tensor:
+    half = frequencies.numel()
+    rotary = k[..., : 2 * half].double()
+    x, y = (rotary[..., :half], rotary[..., half:]) if neox else (rotary[..., ::2], rotary[..., 1::2])
+    z = torch.complex(x, y) * torch.polar(torch.ones(half, dtype=torch.float64), delta * frequencies)
+    parts = [z.real, z.imag] if neox else [torch.stack([z.real, z.imag], -1).flatten(-2)]
+    return torch.cat([*parts, k[..., 2 * half :].double()], dim=-1)
+
+
+@pytest.mark.parametrize("kind", SERVED_KINDS)
+def test_reused_keys_are_the_stored_keys_at_their_new_position(
+    start_engine: StartEngine, kind: str
+) -> None:
+    engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
+    far = random_tokens(55, 900)
+    prompt = rag_prompt(SYSTEM, [far, CHUNKS[2]], QUESTION, params={"sgl_blend_policy": "none"})
+
+    blended, stored, frequencies = engine.call(_reused_and_stored, prompt, CHUNKS[2])
+
+    start, length = len(SYSTEM) + len(far), len(CHUNKS[2])
+    for layer in (2, 3):  # above the check layer, where KV is copied
+        k, v = (kv[start : start + length] for kv in blended[layer])
+        stored_k, stored_v = (kv[len(SYSTEM) :] for kv in stored[layer])
+        moved = _rotate_by_complex_numbers(
+            stored_k, len(far), frequencies, neox=kind != "llama-partial-gptj"
+        )
+        assert torch.equal(v, stored_v)
+        error = (k.double() - moved).abs().max() / moved.abs().max()
+        assert error < 1e-4, f"layer {layer}: {error}"
 
 
 # --- L3: exact requests never see blended KV ---
