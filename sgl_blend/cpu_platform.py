@@ -37,7 +37,7 @@ def _another_platform_is_installed() -> bool:
     )
 
 
-class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):
+class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
     """Torch-native attention, plain KV pools, no graphs, no pinned memory."""
 
     _enum = PlatformEnum.OOT
@@ -69,6 +69,8 @@ def _torch_paged_allocator() -> type[Any]:
 
     class TorchPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
         """Allocates pages for several requests at once; SGLang's contract, in plain torch."""
+
+        free_pages: torch.Tensor
 
         def alloc_extend(
             self,
@@ -110,7 +112,8 @@ def _torch_paged_allocator() -> type[Any]:
             return slots
 
         def _pages(self, lengths: torch.Tensor) -> torch.Tensor:
-            return (lengths + self.page_size - 1) // self.page_size
+            page_size: int = self.page_size
+            return (lengths + page_size - 1) // page_size
 
         def _have_pages(self, needed: int) -> bool:
             if needed > len(self.free_pages):

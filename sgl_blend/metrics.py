@@ -26,9 +26,7 @@ class BlendMetrics:
     """
 
     def __init__(self, *, publish: bool, labels: dict[str, str]) -> None:
-        self.totals: Counter[str] = Counter(
-            dict.fromkeys(("requests", "blended", *_COUNTED), 0)
-        )
+        self.totals: Counter[str] = Counter(dict.fromkeys(("requests", "blended", *_COUNTED), 0))
         self.fallbacks: Counter[str] = Counter()
         self._prometheus = _PrometheusCounters(labels) if publish else None
 

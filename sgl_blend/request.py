@@ -62,7 +62,7 @@ def parse_overrides(custom_params: Mapping[str, Any] | None, config: BlendConfig
     """
     params = custom_params or {}
     for name in params:
-        if isinstance(name, str) and name.startswith(PARAM_PREFIX) and name not in _PARAMS:
+        if name.startswith(PARAM_PREFIX) and name not in _PARAMS:
             raise RequestError(f"{name:.80} is not known; expected one of {', '.join(_PARAMS)}")
     enabled = params.get("sgl_blend", True)
     if not isinstance(enabled, bool):

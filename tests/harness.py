@@ -98,7 +98,7 @@ class Driver:
         server_args.resolve_once()
         server_args.check_server_args()
         ports = PortArgs.init_new(server_args)
-        context = zmq.Context.instance()
+        context: Any = zmq.Context.instance()
         self._sinks = []
         for name in (ports.tokenizer_ipc_name, ports.detokenizer_ipc_name):
             sink = context.socket(zmq.PULL)
@@ -248,7 +248,10 @@ class Driver:
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
         layers = range(self.scheduler.model_config.num_hidden_layers)
         return [
-            (pool.get_key_buffer(i)[match.slots].clone(), pool.get_value_buffer(i)[match.slots].clone())
+            (
+                pool.get_key_buffer(i)[match.slots].clone(),
+                pool.get_value_buffer(i)[match.slots].clone(),
+            )
             for i in layers
         ]
 

@@ -59,9 +59,7 @@ def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None
 
 
 @pytest.mark.parametrize("kind", SERVED_KINDS)
-def test_l1_ratio_one_is_full_prefill_for_every_model(
-    start_engine: StartEngine, kind: str
-) -> None:
+def test_l1_ratio_one_is_full_prefill_for_every_model(start_engine: StartEngine, kind: str) -> None:
     engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
     prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION, max_new_tokens=4)
     prompt.params = {"sgl_blend_ratio": 1.0}
@@ -239,8 +237,12 @@ def _rotate_by_complex_numbers(
 ) -> torch.Tensor:
     half = frequencies.numel()
     rotary = k[..., : 2 * half].double()
-    x, y = (rotary[..., :half], rotary[..., half:]) if neox else (rotary[..., ::2], rotary[..., 1::2])
-    z = torch.complex(x, y) * torch.polar(torch.ones(half, dtype=torch.float64), delta * frequencies)
+    x, y = (
+        (rotary[..., :half], rotary[..., half:]) if neox else (rotary[..., ::2], rotary[..., 1::2])
+    )
+    z = torch.complex(x, y) * torch.polar(
+        torch.ones(half, dtype=torch.float64), delta * frequencies
+    )
     parts = [z.real, z.imag] if neox else [torch.stack([z.real, z.imag], -1).flatten(-2)]
     return torch.cat([*parts, k[..., 2 * half :].double()], dim=-1)
 
@@ -299,7 +301,9 @@ def _ask_in_turn(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
 # --- L4: chunk KV is canonical ---
 
 
-def _stored_chunk(driver: Driver, prefix: list[int], chunk: list[int]) -> list[tuple[torch.Tensor, ...]]:
+def _stored_chunk(
+    driver: Driver, prefix: list[int], chunk: list[int]
+) -> list[tuple[torch.Tensor, ...]]:
     return driver.kv([*prefix, *chunk], driver.chunk_salt())
 
 
@@ -398,9 +402,7 @@ def test_l8_with_blend_off_nothing_is_attached_and_answers_are_stock(
     off = start_engine(enable_blend=False)
     monkeypatch.setenv("SGLANG_PLUGINS", "sgl_blend_cpu")
     stock = start_engine(enable_blend=None)
-    prompts = [
-        Prompt([SYSTEM, CHUNKS[i], QUESTION], max_new_tokens=5, salt="a") for i in range(4)
-    ]
+    prompts = [Prompt([SYSTEM, CHUNKS[i], QUESTION], max_new_tokens=5, salt="a") for i in range(4)]
 
     with_plugin = off.ask(*prompts)
     without = stock.ask(*prompts)

@@ -123,7 +123,9 @@ def test_retraction_gives_locks_back_and_answers_stay_exact(start_engine: StartE
     for got, want in zip(answers, full, strict=True):
         assert got.output_ids == want.output_ids
         report = got.report
-        counts = [report[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
+        counts = [
+            report[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")
+        ]
         assert sum(counts) == report["prompt_tokens"]
 
 
@@ -201,7 +203,9 @@ def test_missing_chunks_of_a_request_are_built_in_one_batch(start_engine: StartE
 
     batches, _ = engine.call(_count_builds)
 
-    assert batches == 3, "expected one batch for the build prefix, one for the chunks, one to answer"
+    assert batches == 3, (
+        "expected one batch for the build prefix, one for the chunks, one to answer"
+    )
 
 
 def _builds_under_load(driver: Driver) -> tuple[int, int]:

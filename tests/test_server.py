@@ -293,7 +293,10 @@ MALFORMED: dict[str, Any] = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_parameters_are_400_and_the_server_lives(server: Server, name: str) -> None:
     text = rag_text(0, 1) if name == "spans beside separators" else "x" * 200
-    body = {"text": text, "sampling_params": {"max_new_tokens": 1, "custom_params": MALFORMED[name]}}
+    body = {
+        "text": text,
+        "sampling_params": {"max_new_tokens": 1, "custom_params": MALFORMED[name]},
+    }
 
     status, answer = server.request("/generate", body)
 
@@ -310,8 +313,8 @@ def test_malformed_parameters_are_400_on_the_openai_api(server: Server) -> None:
         ("/v1/completions", {"prompt": "x" * 100}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100}]}),
     ):
-        body |= {"model": "default", "custom_params": {"sgl_blend_ratio": 2}, "max_tokens": 1}
-        status, answer = server.request(path, body)
+        malformed = {"model": "default", "custom_params": {"sgl_blend_ratio": 2}, "max_tokens": 1}
+        status, answer = server.request(path, {**body, **malformed})
         assert status == 400, answer
         assert "sgl_blend_ratio" in json.dumps(answer)
 
@@ -333,7 +336,7 @@ def test_server_info_and_metrics_show_totals(server: Server) -> None:
     _, metrics = server.request("/metrics")
     for name in ("reused_tokens", "recomputed_tokens", "chunk_hits", "chunk_misses", "requests"):
         assert f"sgl_blend:{name}_total" in metrics
-    assert 'sgl_blend:fallback_total{' in metrics
+    assert "sgl_blend:fallback_total{" in metrics
 
 
 def test_flush_and_abort_over_http_leave_no_leak(server: Server) -> None:
@@ -367,15 +370,16 @@ REFUSED = {
     "check layer 0": (["--enable-blend", "--blend-check-layer", "0"], "must be at least 1"),
     "check layer too high": (["--enable-blend", "--blend-check-layer", "3"], "below the last of 4"),
     "separator": (["--enable-blend", "--blend-separator", "#"], "is not a special token"),
-    "radix cache off": (["--enable-blend", "--disable-radix-cache"], "--disable-radix-cache is not"),
+    "radix cache off": (
+        ["--enable-blend", "--disable-radix-cache"],
+        "--disable-radix-cache is not",
+    ),
     "tensor parallel": (["--enable-blend", "--tp-size", "2"], "--tp-size is not supported"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_server_that_cannot_blend_does_not_start(
-    model: Path, tmp_path: Path, name: str
-) -> None:
+def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path, name: str) -> None:
     flags, sentence = REFUSED[name]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -396,7 +400,14 @@ def test_a_model_with_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
     path = make_model("llama-dynamic", tmp_path)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)]
     done = subprocess.run(
-        [*command, "--enable-blend", "--skip-tokenizer-init", *CPU_FLAGS, "--port", str(free_port())],
+        [
+            *command,
+            "--enable-blend",
+            "--skip-tokenizer-init",
+            *CPU_FLAGS,
+            "--port",
+            str(free_port()),
+        ],
         capture_output=True,
         text=True,
         timeout=120,

@@ -34,9 +34,9 @@ class _DeclareOperators(importlib.abc.MetaPathFinder):
 
             if torch.version.cuda is None:
                 registrations = Path(spec.origin).with_name("_meta_registrations.py")
-                library = torch.library.Library("torchvision", "DEF")
+                library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
                 for name in sorted(set(_OPERATOR.findall(registrations.read_text()))):
-                    library.define(f"{name}(Tensor x) -> Tensor")
+                    library.define(f"{name}(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
                 _libraries.append(library)
         return None
 
