@@ -50,7 +50,7 @@ def ragged_attention(
 
     Returns:
         [num_rows, num_heads, v_head_dim], q's dtype. No row reads KV behind its position: changing
-        such KV leaves the row bit-identical.
+        such KV leaves the row bit-identical, as long as scores stay finite.
 
     Raises:
         ValueError: The rows of the requests do not add up to the rows of q.

@@ -1,14 +1,22 @@
 """For SGLang frontend programs: mark a text as a reusable chunk."""
 
-from contextvars import ContextVar
+from dataclasses import dataclass
 
 from sgl_blend.errors import ConfigError
 
-_SEPARATOR: ContextVar[str | None] = ContextVar("sgl_blend_separator", default=None)
+
+@dataclass(slots=True)
+class _Configured:
+    """The separator of this process; frontend programs run in threads that share it."""
+
+    separator: str | None = None
+
+
+_configured = _Configured()
 
 
 def configure(url: str | None = None, *, separator: str | None = None) -> str:
-    """Learn the separator, from a server or as given, for this context's calls of chunk().
+    """Learn the separator, from a server or as given, for all later calls of chunk().
 
     Args:
         url: Base URL of a server started with --enable-blend.
@@ -24,7 +32,7 @@ def configure(url: str | None = None, *, separator: str | None = None) -> str:
         if url is None:
             raise ConfigError("configure() needs a url or a separator")
         separator = _ask(url)
-    _SEPARATOR.set(separator)
+    _configured.separator = separator
     return separator
 
 
@@ -34,7 +42,7 @@ def chunk(text: str) -> str:
     Raises:
         ConfigError: configure() was not called.
     """
-    separator = _SEPARATOR.get()
+    separator = _configured.separator
     if separator is None:
         raise ConfigError("call sgl_blend.configure(url) before sgl_blend.chunk(text)")
     return f"{separator}{text}{separator}"

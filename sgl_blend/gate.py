@@ -33,5 +33,5 @@ class RequestGate:
         check_wire_types(custom_params)
         check_salt(getattr(obj, "cache_salt", None))
         overrides = parse_overrides(custom_params, self._config)
-        if overrides.offsets is not None and input_ids is not None:
+        if input_ids is not None:
             locate_chunks(array("q", input_ids), overrides.offsets, self._separator_id)

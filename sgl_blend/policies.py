@@ -4,6 +4,7 @@ A policy is a plain function of scores, chunk lengths and budget; it never touch
 select among the reused tokens of one request, numbered 0..n-1 in prompt order, chunk after chunk.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,4 +98,4 @@ def recompute_budget(policy: str, ratio: float, num_reused: int) -> int:
 
 
 def _starts(lengths: list[int]) -> list[int]:
-    return [sum(lengths[:i]) for i in range(len(lengths))]
+    return list(itertools.accumulate(lengths, initial=0))[:-1]

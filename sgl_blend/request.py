@@ -101,7 +101,8 @@ def locate_chunks(
         separator_id: Token that separates chunks, or None if the server has none.
 
     Raises:
-        RequestError: Spans overlap, are empty or leave the prompt, or come beside separators.
+        RequestError: Spans overlap, are empty or leave the prompt, or come beside separators; or
+            the prompt has nothing but separators.
     """
     has_separator = separator_id is not None and separator_id in token_ids
     if offsets is not None:
@@ -113,7 +114,10 @@ def locate_chunks(
     if not has_separator:
         return ChunkedPrompt(token_ids, ())
     assert separator_id is not None
-    return _split(token_ids, separator_id)
+    prompt = _split(token_ids, separator_id)
+    if not prompt.token_ids:
+        raise RequestError("the prompt is empty without its separators")
+    return prompt
 
 
 def _spans_from_offsets(offsets: Sequence[int], num_tokens: int) -> tuple[Span, ...]:
@@ -168,12 +172,12 @@ def check_wire_types(custom_params: Any) -> None:
     if not isinstance(custom_params, dict):
         raise RequestError(f"custom_params must be an object, got {type(custom_params).__name__}")
     for name, value in custom_params.items():
-        if not isinstance(name, str):
+        if not _is_wire_text(name):
             raise RequestError("custom_params must have text keys")
         if isinstance(value, list | tuple):
             scalars: Sequence[Any] = value
         elif isinstance(value, dict):
-            if not all(isinstance(key, str) for key in value):
+            if not all(_is_wire_text(key) for key in value):
                 raise RequestError(f"custom_params[{name!r:.80}] must have text keys")
             scalars = list(value.values())
         else:
@@ -190,7 +194,20 @@ def _is_wire_scalar(value: Any) -> bool:
         return math.isfinite(value)
     if isinstance(value, int) and not -_INT64 <= value < _INT64:
         return False
+    if isinstance(value, str):
+        return _is_wire_text(value)
     return isinstance(value, _SCALAR)
+
+
+def _is_wire_text(value: Any) -> bool:
+    """Tell whether a value is text that UTF-8 can hold; lone surrogates from JSON are not."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_salt(cache_salt: str | None) -> None:

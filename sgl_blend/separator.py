@@ -7,8 +7,11 @@ from typing import Any
 
 from sgl_blend.errors import ConfigError
 
-_PREFERRED = ("reserved", "unused", "extra", "control", "fim", "sep", "repo", "file", "pad")
-"""Words in the names of special tokens that models leave alone, most idle first."""
+_PREFERRED = ("reserved", "unused", "extra", "control", "pad")
+"""Words in the names of special tokens that models leave alone, most idle first.
+
+Code models put their other fill-in-the-middle, repository and file tokens into prompts.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ def find_separator(tokenizer: Any, wanted: str | None) -> Separator | None:
         marked by ``sgl_blend_spans`` only.
 
     Raises:
-        ConfigError: The operator's choice is not one special token of the vocabulary.
+        ConfigError: The operator's choice is not a special token, or one that the model needs.
     """
     if tokenizer is None:
         if wanted is not None:
@@ -46,6 +49,11 @@ def find_separator(tokenizer: Any, wanted: str | None) -> Separator | None:
             raise ConfigError(
                 f"blend_separator {wanted!r} is not a special token of the vocabulary; it has "
                 f"{_listing(special)}"
+            )
+        if _is_in_use(tokenizer, wanted, special[wanted]):
+            raise ConfigError(
+                f"blend_separator {wanted!r} is a token that the model needs itself: BOS, EOS, "
+                "padding, unknown, or part of the chat template"
             )
         return Separator(wanted, special[wanted])
     idle = sorted(

@@ -62,6 +62,7 @@ def test_prompts_blended_in_different_ways_never_meet(
     [
         {"policy": "random"},
         {"ratio": 0.2},
+        {"ratio": 0.15000000000000002},
         {"check_layer": 2},
         {"serial": 0},
         {"serial": 1},
@@ -99,6 +100,29 @@ def test_a_salt_that_a_client_may_choose_names_no_namespace_of_ours(
     if is_accepted(client):
         assert client not in ours
         assert not (client or "").startswith(RESERVED_SALT)
+
+
+def test_a_digit_does_not_change_sides() -> None:
+    model = fingerprint("model")
+    names = {
+        blend_salt(model, salt, policy="hkvd", ratio=ratio, check_layer=layer, serial=serial)
+        for ratio in (0.1, 0.11)
+        for layer in (1, 11)
+        for serial in (None, 1, 11)
+        for salt in (None, "1", "11", ":1", "1:")
+    }
+    assert len(names) == 2 * 2 * 3 * 5
+
+
+@given(model=models, victim=salts, way=ways, attacker=ways)
+def test_no_piece_of_a_name_makes_a_salt_that_reaches_the_name(
+    model: str, victim: str | None, way: dict[str, object], attacker: dict[str, object]
+) -> None:
+    names = [chunk_salt(model, victim), blend_salt(model, victim, **way)]  # type: ignore[arg-type]
+    for name in names:
+        for piece in {name[start:] for start in range(len(name))} - {tenant(victim)}:
+            assert chunk_salt(model, piece) not in names  # type: ignore[arg-type]
+            assert blend_salt(model, piece, **attacker) not in names  # type: ignore[arg-type]
 
 
 @given(a=st.text(), b=st.text())

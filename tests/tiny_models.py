@@ -55,6 +55,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"rope_parameters": {**_THETA, "rope_type": "dynamic", "factor": 4.0}},
     ),
+    # Wide enough for the rounding of its matrix products to depend on how many rows they have.
+    "llama-wide": (
+        "Llama",
+        {"hidden_size": 512, "intermediate_size": 1536, "initializer_range": 0.05},
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3-yarn": (

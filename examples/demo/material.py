@@ -61,7 +61,7 @@ class Recipe:
     vocab_size: int = 8192
     hidden_size: int = 512
     intermediate_size: int = 1536
-    num_hidden_layers: int = 28
+    num_hidden_layers: int = 32
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     initializer_range: float = 0.05

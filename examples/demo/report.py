@@ -68,12 +68,13 @@ def compare(blended: Mapping[float, Run], full: Run) -> list[Row]:
 def make_table(rows: list[Row], full: Run, num_prompts: int) -> Table:
     """Lay the rows out, mean tokens per prompt, full prefill last."""
     table = Table(
-        title=f"{num_prompts} prompts: tokens (mean), time to first token (median)",
+        title=f"{num_prompts} prompts: tokens (mean), TTFT in s (median), KL in nats (mean)",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     fates = [fate.removesuffix("_tokens") for fate in FATES]
-    table.add_column("ratio")
-    for name in (*fates, "TTFT s", "speed-up", "top-1", "KL nats"):
+    table.add_column("ratio", no_wrap=True)
+    for name in (*fates, "TTFT", "speed-up", "top-1", "KL"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(

@@ -6,6 +6,7 @@ Everything is made and written under build/; the figures go to build/demo.json. 
 of them misses its bound.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -135,6 +136,8 @@ def meet(
 
 def main() -> int:
     started_s = time.monotonic()
+    # Unwind when terminated as when interrupted, so that no server outlives the demo.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     console = Console()
     screen = Screen(console)
     FOLDER.mkdir(parents=True, exist_ok=True)

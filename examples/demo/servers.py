@@ -72,10 +72,11 @@ def running(
         "--max-running-requests", "8",
     ]  # fmt: skip
     launch = ["-m", "sglang.launch_server", "--model-path"]
-    offline = ["env", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"]
+    # Threads that spin while they wait for a descheduled one make a busy machine many times slower.
+    env = ["env", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", "OMP_WAIT_POLICY=passive"]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*offline, sys.executable, *launch, str(model), *flags, *extra],
+            [*env, sys.executable, *launch, str(model), *flags, *extra],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -83,7 +84,7 @@ def running(
             start_new_session=True,  # a process group of its own, so that stopping hits no other
         )
     url = f"http://127.0.0.1:{port}"
-    command = " ".join(["python", *launch, model.name, *flags, *extra])
+    command = " ".join([*env, "python", *launch, model.name, *flags, *extra])
     try:
         with httpx.Client(base_url=url, trust_env=False, timeout=300.0) as http:
             _wait(process, http, log, waiting)
