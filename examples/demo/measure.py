@@ -1,7 +1,8 @@
 """What a server answers and how soon: the same calls for the blending and the stock server."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,12 @@ from servers import Server, ServerError
 FATES = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
 """What can happen to a prompt token; the four add up to prompt_tokens."""
 
+COUNTED = ("requests", "prompt_tokens", *FATES, "chunk_hits", "chunk_misses")
+"""Totals of the server that are reported per ratio."""
+
 BUILD_TIMEOUT_S = 180.0
 SAME_LOGPROB = 1e-3
 """The streamed token's logprob must agree this well with the distribution read afterwards."""
-
-Track = Callable[[str, Iterable[str]], Iterator[str]]
-"""Show a stage's progress while its prompts are iterated: (description, prompts) -> prompts."""
 
 Params = dict[str, Any] | None
 """What goes into custom_params, or None for a server without the plugin."""
@@ -32,23 +33,48 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """All prompts once.
+class Answer:
+    """What came of one prompt.
 
     Attributes:
-        ttft_s: Time to first token, one per prompt.
-        logprobs: float64 [num_prompts, vocab_size], distribution of the first token.
-        counts: Tokens by fate, chunk hits and misses over all prompts; empty for a stock server.
+        ttft_s: Time to first token.
+        logprobs: float64 [vocab_size], distribution of the first token.
+        counts: Tokens by fate, chunk hits and misses; empty for a stock server.
     """
 
-    ttft_s: tuple[float, ...]
+    ttft_s: float
     logprobs: np.ndarray
     counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The answers to all prompts in one way of serving them, in prompt order."""
+
+    answers: tuple[Answer, ...]
+
+    @property
+    def ttft_s(self) -> tuple[float, ...]:
+        """Time to first token of every prompt."""
+        return tuple(answer.ttft_s for answer in self.answers)
 
     @property
     def median_s(self) -> float:
         """Median time to first token."""
         return float(np.median(self.ttft_s))
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float64 [num_prompts, vocab_size]."""
+        return np.stack([answer.logprobs for answer in self.answers])
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Sum over all prompts."""
+        total: Counter[str] = Counter()
+        for answer in self.answers:
+            total.update(answer.counts)
+        return dict(total)
 
 
 def stream_first_token(server: Server, text: str, params: Params) -> FirstToken:
@@ -103,35 +129,22 @@ def read_distribution(server: Server, text: str, params: Params, vocab_size: int
     return logprobs
 
 
-def run_prompts(
-    server: Server, prompts: Iterable[str], params: Params, vocab_size: int, track: Track
-) -> Run:
-    """Send all prompts, one after the other: first for the time, then for the distribution.
+def ask(server: Server, text: str, params: Params, vocab_size: int) -> Answer:
+    """Send one prompt, first for the time, then for the distribution.
 
     Raises:
         ServerError: The distribution is not the one the streamed token came from.
     """
-    texts = list(prompts)
     before = {} if params is None else server.info()
-    tokens = [stream_first_token(server, text, params) for text in track("timing", texts)]
+    token = stream_first_token(server, text, params)
     after = {} if params is None else server.info()
-    logprobs = np.stack(
-        [
-            read_distribution(server, text, params, vocab_size)
-            for text in track("reading logprobs", texts)
-        ]
-    )
-    for token, row in zip(tokens, logprobs, strict=True):
-        if abs(row.max() - token.logprob) > SAME_LOGPROB:
-            raise ServerError(
-                f"streamed token has logprob {token.logprob}, the distribution {row.max()}"
-            )
-    names = ("requests", "prompt_tokens", *FATES, "chunk_hits", "chunk_misses")
-    return Run(
-        ttft_s=tuple(token.ttft_s for token in tokens),
-        logprobs=logprobs,
-        counts={name: after[name] - before[name] for name in names if name in after},
-    )
+    logprobs = read_distribution(server, text, params, vocab_size)
+    if abs(logprobs.max() - token.logprob) > SAME_LOGPROB:
+        raise ServerError(
+            f"the streamed token has logprob {token.logprob}, the distribution {logprobs.max()}"
+        )
+    counts = {name: after[name] - before[name] for name in COUNTED if name in after}
+    return Answer(token.ttft_s, logprobs, counts)
 
 
 def wait_for_chunks(server: Server, num_chunks: int, waiting: Callable[[int], None]) -> None:

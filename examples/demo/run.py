@@ -9,14 +9,15 @@ of them misses its bound.
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import openai
 from material import Material, Prompt, Recipe, prepare
-from measure import Run, Track, run_prompts, stream_first_token, wait_for_chunks
+from measure import Answer, Run, ask, stream_first_token, wait_for_chunks
 from report import compare, figures, make_table, shortfalls, summary, to_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +26,8 @@ from servers import Server, ServerError, running
 BUILD = Path(__file__).resolve().parents[2] / "build"
 FOLDER = BUILD / "demo"
 RATIOS = (0.0, 0.15, 0.5, 1.0)
+
+T = TypeVar("T")
 
 
 class Screen:
@@ -40,17 +43,12 @@ class Screen:
         """Print a line at once."""
         self.console.print(line, highlight=False)
 
-    def track(self, stage: str) -> Track:
-        """Return a Track whose bars are headed by stage."""
-
-        def over(what: str, items: Iterable[str]) -> Iterator[str]:
-            texts = list(items)
-            with self._bar(f"{stage}: {what}", len(texts)) as move:
-                for done, text in enumerate(texts, start=1):
-                    yield text
-                    move(done)
-
-        return over
+    def track(self, what: str, items: Sequence[T]) -> Iterator[T]:
+        """Iterate over items with a bar."""
+        with self._bar(what, len(items)) as move:
+            for done, item in enumerate(items, start=1):
+                yield item
+                move(done)
 
     @contextmanager
     def waiting(self, what: str, total: int) -> Iterator[Callable[[float], None]]:
@@ -86,52 +84,53 @@ def server(screen: Screen, name: str, material: Material, extra: list[str]) -> I
         yield started
 
 
-def measure_blended(screen: Screen, started: Server, material: Material) -> dict[float, Run]:
-    """Let the server meet every chunk once, then send the prompts at every ratio."""
+def warm_up(screen: Screen, blending: Server, stock: Server, material: Material) -> None:
+    """Let both servers meet the same prompts, every chunk once, before anything is timed."""
     *first_sight, again = material.warm_up
-    meet(screen, "first sight of the chunks", started, first_sight, Prompt.marked)
+    meet(screen, "blending server, first sight of the chunks", blending, first_sight, Prompt.marked)
     num_chunks = len(material.chunk_tokens)
     with screen.waiting("building chunks in the background", num_chunks) as waiting:
-        wait_for_chunks(started, num_chunks, waiting)
-    meet(screen, "warm-up", started, [again], Prompt.marked)
-    runs = {}
-    for ratio in RATIOS:
-        stage = f"blended, ratio {ratio:g}"
-        runs[ratio] = run_prompts(
-            started,
-            [prompt.marked() for prompt in material.prompts],
-            {"sgl_blend_ratio": ratio},
-            material.vocab_size,
-            screen.track(stage),
+        wait_for_chunks(blending, num_chunks, waiting)
+    meet(screen, "blending server, warm-up", blending, [again], Prompt.marked)
+    meet(screen, "stock server, warm-up", stock, material.warm_up, Prompt.plain)
+
+
+def measure(
+    screen: Screen, blending: Server, stock: Server, material: Material
+) -> tuple[dict[float, Run], Run]:
+    """Send every prompt to the stock server and, at each ratio, to the blending one.
+
+    One request at a time, and the servers take turns, so that whatever else this machine does
+    slows both sides alike.
+
+    Returns:
+        What came of it by ratio, and what the stock server answered.
+    """
+    blended: dict[float, list[Answer]] = {ratio: [] for ratio in RATIOS}
+    full: list[Answer] = []
+    size = material.vocab_size
+    for number, prompt in enumerate(screen.track("prompts", material.prompts), start=1):
+        full.append(ask(stock, prompt.plain(), None, size))
+        for ratio, answers in blended.items():
+            answers.append(ask(blending, prompt.marked(), {"sgl_blend_ratio": ratio}, size))
+        times = (f"{ratio:g}: {answers[-1].ttft_s:.2f}" for ratio, answers in blended.items())
+        screen.say(
+            f"prompt {number} of {len(material.prompts)}, first token after {full[-1].ttft_s:.2f} s"
+            f" in full, blended at ratio {', '.join(times)}"
         )
-        screen.say(f"{stage}: median TTFT {runs[ratio].median_s:.2f} s")
-    return runs
-
-
-def measure_stock(screen: Screen, started: Server, material: Material) -> Run:
-    """Send the very same traffic, without separators, to SGLang as it is."""
-    meet(screen, "warm-up", started, material.warm_up, Prompt.plain)
-    run = run_prompts(
-        started,
-        [prompt.plain() for prompt in material.prompts],
-        None,
-        material.vocab_size,
-        screen.track("stock, full prefill"),
-    )
-    screen.say(f"stock, full prefill: median TTFT {run.median_s:.2f} s")
-    return run
+    return {ratio: Run(tuple(answers)) for ratio, answers in blended.items()}, Run(tuple(full))
 
 
 def meet(
     screen: Screen,
     stage: str,
     started: Server,
-    prompts: Iterable[Prompt],
+    prompts: Sequence[Prompt],
     render: Callable[[Prompt], str],
 ) -> None:
     """Send prompts whose answers and times do not matter."""
-    for text in screen.track(stage)("prompts", map(render, prompts)):
-        stream_first_token(started, text, None)
+    for prompt in screen.track(stage, prompts):
+        stream_first_token(started, render(prompt), None)
 
 
 def main() -> int:
@@ -146,14 +145,14 @@ def main() -> int:
         f"Llama of {material.num_parameters / 1e6:.0f} M random weights; "
         f"{len(material.prompts)} prompts of about {material.prompt_tokens[0]} tokens"
     )
-    commands = {}
     try:
-        with server(screen, "blending", material, ["--enable-blend"]) as blending:
-            commands["blending"] = blending.command
-            blended = measure_blended(screen, blending, material)
-        with server(screen, "stock", material, []) as stock:
-            commands["stock"] = stock.command
-            full = measure_stock(screen, stock, material)
+        with (
+            server(screen, "blending", material, ["--enable-blend"]) as blending,
+            server(screen, "stock", material, []) as stock,
+        ):
+            commands = {"blending": blending.command, "stock": stock.command}
+            warm_up(screen, blending, stock, material)
+            blended, full = measure(screen, blending, stock, material)
     except (ServerError, httpx.HTTPError, openai.OpenAIError) as err:
         console.print(f"error: {err}", style="red", markup=False, highlight=False)
         return 1
@@ -162,10 +161,10 @@ def main() -> int:
     (BUILD / "demo.json").write_text(to_json(rows, full, material, commands, wall_s))
     console.print(make_table(rows, full, len(material.prompts)))
     screen.say(
-        "Both servers saw the same traffic, and every timed prompt was new to them. The blending "
-        "server answered each chunk's first sight in full and built it in the background "
-        "(--blend-on-miss compute). Distributions were read afterwards from the KV that the timed "
-        "request had left in the radix cache."
+        "Both servers saw the same traffic in turns, and every timed prompt was new to them. The "
+        "blending server answered each chunk's first sight in full and built it in the background "
+        "(--blend-on-miss compute). Distributions were read after each timed request, from the KV "
+        "that it had left in the radix cache."
     )
     found = figures(rows)
     missed = shortfalls(found)

@@ -68,8 +68,8 @@ def running(
     flags = [
         "--host", "127.0.0.1", "--port", str(port),
         "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-        "--dtype", "float32", "--max-total-tokens", "40960", "--chunked-prefill-size", "4096",
-        "--max-running-requests", "8",
+        "--dtype", "float32", "--max-total-tokens", "32768", "--chunked-prefill-size", "4096",
+        "--max-running-requests", "8", "--sleep-on-idle",
     ]  # fmt: skip
     launch = ["-m", "sglang.launch_server", "--model-path"]
     # Threads that spin while they wait for a descheduled one make a busy machine many times slower.
