@@ -363,6 +363,50 @@ def test_sglang_serve_starts_with_the_flag(model: Path, tmp_path: Path) -> None:
         stop(running)
 
 
+ENGINE_PROGRAM = """
+import json, sys
+import sglang as sgl
+
+if __name__ == "__main__":
+    flags = json.loads(sys.argv[2])
+    engine = sgl.Engine(model_path=sys.argv[1], enable_blend=True, blend_on_miss="build", **flags)
+    separator = engine.get_server_info()["internal_states"][0]["sgl_blend"]["separator"]
+    documents = ["Varna lies on the Black Sea. " * 3, "Capybaras swim well. " * 4]
+    for order in ((0, 1), (1, 0)):
+        text = "System." + separator + separator.join(documents[i] for i in order) + separator + "?"
+        out = engine.generate(text, {"max_new_tokens": 2, "temperature": 0})
+    print("REPORT", json.dumps(out["meta_info"]["sgl_blend"]))
+    engine.shutdown()
+"""
+
+
+def test_the_engine_takes_the_same_settings_as_keywords(model: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(ENGINE_PROGRAM)
+    flags = {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "dtype": "float32",
+        "max_total_tokens": 4000,
+        "mem_fraction_static": 0.3,
+    }
+    done = subprocess.run(
+        [sys.executable, str(program), str(model), json.dumps(flags)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
+    assert lines, done.stderr[-3000:]
+    (report,) = json.loads(lines[0].removeprefix("REPORT "))
+    assert report["chunk_hits"] == 2
+    assert report["fallback"] is None
+
+
 REFUSED = {
     "unknown policy": (["--enable-blend", "--blend-policy", "best"], "blend_policy must be one of"),
     "ratio": (["--enable-blend", "--blend-recompute-ratio", "2"], "blend_recompute_ratio must be"),

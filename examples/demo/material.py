@@ -63,7 +63,7 @@ class Recipe:
     intermediate_size: int = 1536
     num_hidden_layers: int = 32
     num_attention_heads: int = 8
-    num_key_value_heads: int = 4
+    num_key_value_heads: int = 2
     initializer_range: float = 0.05
 
 

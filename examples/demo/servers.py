@@ -68,7 +68,7 @@ def running(
     flags = [
         "--host", "127.0.0.1", "--port", str(port),
         "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-        "--dtype", "float32", "--max-total-tokens", "32768", "--chunked-prefill-size", "4096",
+        "--dtype", "float32", "--max-total-tokens", "73728", "--chunked-prefill-size", "4096",
         "--max-running-requests", "8", "--sleep-on-idle",
     ]  # fmt: skip
     launch = ["-m", "sglang.launch_server", "--model-path"]
