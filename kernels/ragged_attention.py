@@ -8,26 +8,83 @@ bottom-right causal mask is right. Row i, at absolute position p, attends to KV 
                                        row at 7:  x x x x x x x x
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-_TILE_ROWS = 128
+from sgl_blend.kernels.row_partition import first_rows
+
+_CPU_TILE_ROWS = 32
+_GPU_TILE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """Rows of one request that are attended together.
+
+    Attributes:
+        rows: Their place in the batch.
+        num_visible: No row of the tile sees KV at this position or behind it.
+        mask: [num rows, num_visible], 0 where a row sees KV and -inf where not.
+    """
+
+    rows: slice
+    num_visible: int
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """Where the rows of a batch stand and where the KV they attend to lies.
+    """Where the rows of a batch stand and where the KV they attend to lies; the same in all layers.
 
     Attributes:
-        positions: int64 [num_rows], absolute position of every row, ascending within a request.
-        num_rows: Rows of each request, known on the host.
+        num_rows: Rows of the batch.
         kv_slots: Per request int64 [seq_len], the pool slot of every position, in order.
+        tiles: Per request its rows, cut into tiles.
     """
 
-    positions: torch.Tensor
-    num_rows: list[int]
-    kv_slots: list[torch.Tensor]
+    num_rows: int
+    kv_slots: tuple[torch.Tensor, ...]
+    tiles: tuple[tuple[RowTile, ...], ...]
+
+
+def plan_ragged(
+    positions: torch.Tensor,
+    num_rows: Sequence[int],
+    kv_slots: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> RaggedBatch:
+    """Prepare a batch for ragged_attention, once for all layers.
+
+    Args:
+        positions: int64 [sum(num_rows)], absolute position of every row, requests one after another,
+            ascending within a request.
+        num_rows: Rows of each request, known on the host.
+        kv_slots: Per request int64 [seq_len], the pool slot of every position, in order.
+        dtype: Type of the queries.
+
+    Raises:
+        ValueError: The rows of the requests do not add up to the positions.
+    """
+    if sum(num_rows) != positions.shape[0]:
+        raise ValueError(f"num_rows: expected a sum of {positions.shape[0]}, got {sum(num_rows)}")
+    size = _GPU_TILE_ROWS if positions.is_cuda else _CPU_TILE_ROWS
+    tiles = []
+    for first, count, slots in zip(first_rows(num_rows), num_rows, kv_slots, strict=True):
+        starts = range(first, first + count, size)
+        cuts = [slice(start, min(start + size, first + count)) for start in starts]
+        tiles.append(tuple(_tile(rows, positions[rows], slots.shape[0], dtype) for rows in cuts))
+    return RaggedBatch(positions.shape[0], tuple(kv_slots), tuple(tiles))
+
+
+def _tile(rows: slice, positions: torch.Tensor, seq_len: int, dtype: torch.dtype) -> RowTile:
+    # Rows ascend, so KV behind the last row of the tile is masked for all of them. Reading that
+    # bound is free on the host and would stall a GPU, where the mask alone does the work.
+    num_visible = seq_len if positions.is_cuda else int(positions[-1]) + 1
+    hidden = torch.arange(num_visible, device=positions.device)[None, :] > positions[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return RowTile(rows, num_visible, mask.masked_fill_(hidden, float("-inf")))
 
 
 def ragged_attention(
@@ -41,11 +98,11 @@ def ragged_attention(
     """Attend each query to the KV at or before its position.
 
     Args:
-        q: [num_rows, num_heads, head_dim], requests one after another.
+        q: [num_rows, num_heads, head_dim], requests one after another, in the planned dtype.
         k_pool: [num_slots, num_kv_heads, head_dim], one layer of the paged pool; num_heads is a
             multiple of num_kv_heads.
         v_pool: [num_slots, num_kv_heads, v_head_dim].
-        batch: Positions and slots of the rows.
+        batch: Positions and slots of the rows, from plan_ragged.
         scale: Factor on the scores before the softmax.
 
     Returns:
@@ -53,35 +110,22 @@ def ragged_attention(
         such KV leaves the row bit-identical, as long as scores stay finite.
 
     Raises:
-        ValueError: The rows of the requests do not add up to the rows of q.
+        ValueError: The batch was planned for another number of rows.
     """
-    if sum(batch.num_rows) != q.shape[0]:
-        raise ValueError(f"num_rows: expected a sum of {q.shape[0]}, got {sum(batch.num_rows)}")
-    outputs = []
-    first = 0
-    for num_rows, slots in zip(batch.num_rows, batch.kv_slots, strict=True):
-        rows = slice(first, first + num_rows)
-        first += num_rows
-        keys, values = k_pool[slots].to(q.dtype), v_pool[slots].to(q.dtype)
-        for start in range(rows.start, rows.stop, _TILE_ROWS):
-            tile = slice(start, min(start + _TILE_ROWS, rows.stop))
-            outputs.append(_attend(q[tile], keys, values, batch.positions[tile], scale))
-    return torch.cat(outputs) if outputs else q.new_empty(0, q.shape[1], v_pool.shape[-1])
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float
-) -> torch.Tensor:
-    # Rows ascend, so KV behind the last row of the tile is masked for all of them. Reading that
-    # bound is free on the host and would stall a GPU, where the mask alone does the work.
-    bound = k.shape[0] if q.is_cuda else int(positions[-1]) + 1
-    visible = torch.arange(bound, device=q.device)[None, :] <= positions[:, None]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1)[None],
-        k[:bound].transpose(0, 1)[None],
-        v[:bound].transpose(0, 1)[None],
-        attn_mask=visible,
-        scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out[0].transpose(0, 1)
+    if batch.num_rows != q.shape[0]:
+        raise ValueError(f"q: expected {batch.num_rows} rows, got {q.shape[0]}")
+    out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[-1])
+    for slots, tiles in zip(batch.kv_slots, batch.tiles, strict=True):
+        keys = k_pool[slots].to(q.dtype).transpose(0, 1)[None]  # [1, num_kv_heads, seq_len, head_dim]
+        values = v_pool[slots].to(q.dtype).transpose(0, 1)[None]
+        for tile in tiles:
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                q[tile.rows].transpose(0, 1)[None],
+                keys[:, :, : tile.num_visible],
+                values[:, :, : tile.num_visible],
+                attn_mask=tile.mask,
+                scale=scale,
+                enable_gqa=q.shape[1] != k_pool.shape[1],
+            )
+            out[tile.rows] = attended[0].transpose(0, 1)
+    return out

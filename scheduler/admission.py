@@ -13,7 +13,7 @@ from sgl_blend.fallback import FallbackReason
 from sgl_blend.plan import BlendPlan, ReusedSpan
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.request import Span
-from sgl_blend.scheduler.builds import AddReq, ChunkBuilder
+from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.request_state import RequestState
 
 
@@ -57,17 +57,19 @@ class Admission:
         if reason is not None:
             return self._add_plain(req, state, adder, add, reason)
         lookup = self._look_up(req, state)
-        if self._build_first and lookup.missing and not state.build_failed:
+        if self._build_first and lookup.missing:
             verdict = self._build(state, lookup.missing, adder, add)
             if verdict is not None:
                 return verdict
-            lookup = self._look_up(req, state)
+            # A plan of what happens to be stored would make the answer depend on the cache.
+            reason = FallbackReason.BUILD_NOT_ADMITTED
+            return self._add_plain(req, state, adder, add, reason, lookup)
         plan = _make_plan(req, state, lookup)
         if plan is None:
             verdict = self._add_plain(req, state, adder, add, _why_no_plan(req, state), lookup)
         else:
             verdict = self._add_planned(req, state, adder, add, plan, lookup)
-        if req in adder.can_run_list and not self._build_first:
+        if sglang.was_admitted(req, adder) and not self._build_first:
             self._builder.enqueue(lookup.missing)
         return verdict
 
@@ -81,7 +83,7 @@ class Admission:
         lookup: Lookup | None = None,
     ) -> Any:
         verdict = add(req)
-        if _was_admitted(req, adder):
+        if sglang.was_admitted(req, adder):
             state.plan = None
             missing = 0 if lookup is None else len(lookup.missing)
             state.start_admission(hits=0, misses=missing, fallback=reason)
@@ -101,37 +103,38 @@ class Admission:
             matches.append(lookup.exact[1])
         locks = [self._store.lock(match) for match in matches]
         verdict = add(req)
-        if _was_admitted(req, adder):
+        if sglang.was_admitted(req, adder):
             state.plan, state.locks = plan, locks
             state.start_admission(hits=len(lookup.hits), misses=len(lookup.missing), fallback=None)
             return verdict
         for held in locks:
             self._store.unlock(held)
-        if sglang.is_out_of_memory(verdict):
+        # With build, an answer must not depend on the load: wait for memory while some may come free.
+        may_wait = self._build_first and not sglang.is_alone(adder)
+        if sglang.is_out_of_memory(verdict) and not may_wait:
             return self._add_plain(req, state, adder, add, FallbackReason.NO_MEMORY, lookup)
         return verdict
 
     def _build(
         self, state: RequestState, missing: tuple[ChunkKey, ...], adder: Any, add: AddReq
     ) -> Any | None:
-        """Build a request's missing chunks first; None once nothing is left to wait for."""
-        builder = self._builder
-        if any(builder.is_in_flight(key) for key in missing):
-            state.tried.update(key for key in missing if builder.is_building(key))
+        """Build a request's missing chunks first.
+
+        Returns:
+            SGLang's verdict while the request waits for them, None if they cannot be built.
+        """
+        if any(self._builder.is_in_flight(key) for key in missing):
             return sglang.continue_verdict()
-        # What was built for this request and is gone was evicted: the pool cannot hold it all.
-        prefix = missing[0].prefix_only
-        untried = [key for key in dict.fromkeys(missing) if key not in state.tried]
-        if not untried or (prefix in state.tried and not self._store.is_complete(prefix)):
-            state.build_failed = True
+        # Every round builds something. A request that needs more rounds than there is to build sees
+        # its chunks evicted as fast as they are built: the pool cannot hold them all.
+        if state.build_rounds > 2 * len(state.keys) + 2:
             return None
-        if not builder.may_join(adder):
+        if not may_hold_builds(adder):
             return sglang.stop_verdict()
-        if not builder.build_now(untried, adder, add):
-            state.build_failed = True
-            return None
-        state.tried.update(key for key in (prefix, *untried) if builder.is_building(key))
-        return sglang.continue_verdict()
+        if self._builder.build_now(list(dict.fromkeys(missing)), adder, add) > 0:
+            state.build_rounds += 1
+            return sglang.continue_verdict()
+        return None if sglang.is_alone(adder) else sglang.stop_verdict()
 
     def _look_up(self, req: Any, state: RequestState) -> Lookup:
         prefix = sglang.prefix_length(req)
@@ -158,11 +161,11 @@ class Admission:
         The build prefix is one such piece if it is the prompt's own beginning, together with the
         chunk right behind it; the client's exact namespace may hold a longer one.
         """
-        tokens = sglang.prompt_of(req)
+        tokens = sglang.fill_ids(req)
         limit = state.num_tokens - 1
         matches = []
         key, first = state.keys[0], state.spans[0]
-        built_in_place = key.prefix_length == first.start
+        built_in_place = tokens[: first.start].tobytes() == key.prefix
         if built_in_place:
             in_place = [hit.match for hit in hits if hit.span == first]
             matches += in_place or [
@@ -199,8 +202,6 @@ def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
         or req.token_indices_to_pool is not None
     ):
         return FallbackReason.MULTIMODAL
-    if req.return_hidden_states:
-        return FallbackReason.HIDDEN_STATES
     if req.beam_group is not None:
         return FallbackReason.BEAM_SEARCH
     return None
@@ -231,11 +232,5 @@ def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | Non
 
 
 def _why_no_plan(req: Any, state: RequestState) -> FallbackReason:
-    if state.build_failed:
-        return FallbackReason.BUILD_NOT_ADMITTED
     covered = all(span.stop <= sglang.prefix_length(req) for span in state.spans)
     return FallbackReason.CACHED if covered else FallbackReason.NO_HIT
-
-
-def _was_admitted(req: Any, adder: Any) -> bool:
-    return bool(adder.can_run_list) and adder.can_run_list[-1] is req

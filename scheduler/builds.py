@@ -1,12 +1,14 @@
 """Building chunks: prefilling them alone behind their build prefix, so that their KV is canonical.
 
 A build is an ordinary request of SGLang's in the chunk namespace that ends with its prefill; when it
-ends, the scheduler inserts its KV into the tree. Three rules make the KV the same bytes whatever else
-is served: builds share a batch with builds only, the fusor runs each of them as a forward of its own,
-and a chunk is always computed whole, on top of a build prefix that was built first.
+ends, the scheduler inserts its KV into the tree. Four rules make the KV the same bytes whatever else
+is served: builds share a batch with builds only, each runs as a forward of its own, only the first of
+a batch may be cut by chunked prefill, and a chunk is always computed whole, on top of a build prefix
+that was built first.
 """
 
 import logging
+import secrets
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -20,18 +22,21 @@ logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 4096
 _CREDIT_SHARE = 0.05
-"""Background builds may cost this share of the prefill work of requests that have to wait for them."""
+"""Where requests wait, background builds may cost this share of the prefill work done meanwhile."""
+_MAX_CREDIT_TOKENS = 4096.0
 
 AddReq = Callable[[Any], Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Offer:
     """A background build that stands in the waiting queue for one scheduling round."""
 
     key: ChunkKey
     stage: ChunkKey
     build: Any
+    admitted: bool = False
+    too_large: bool = False
 
 
 class ChunkBuilder:
@@ -46,9 +51,12 @@ class ChunkBuilder:
         self._store = store
         self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
         self._in_flight: dict[ChunkKey, Any] = {}
+        self._offer: _Offer | None = None
+        # Clients choose request ids too, and must not meet these.
+        self.rid_prefix = f"sgl-blend-build-{secrets.token_hex(8)}-"
         self._serial = 0
         self._credit = 0.0
-        self._offered: _Offer | None = None
+        self._offered_last_round = False
         self.num_built = 0
         self.num_forgotten = 0
 
@@ -58,9 +66,11 @@ class ChunkBuilder:
         return len(self._pending)
 
     @property
-    def has_in_flight(self) -> bool:
-        """Whether a build is admitted and not finished."""
-        return bool(self._in_flight)
+    def in_flight_rids(self) -> set[str]:
+        """Request ids of the builds that SGLang is running."""
+        return {build.rid for build in self._in_flight.values()}
+
+    # --- background builds ---
 
     def enqueue(self, keys: Iterable[ChunkKey]) -> None:
         """Build chunks in the background, oldest first."""
@@ -72,69 +82,27 @@ class ChunkBuilder:
             self.num_forgotten += 1
 
     def forget_pending(self) -> None:
-        """Drop all pending builds, for instance because the cache is flushed."""
+        """Drop all pending builds, because the cache was flushed."""
         self._pending.clear()
 
     def earn(self, num_tokens: int) -> None:
-        """Let background builds take a share of the prefill work just admitted."""
-        self._credit = min(self._credit + _CREDIT_SHARE * num_tokens, 65536.0)
-
-    def is_in_flight(self, key: ChunkKey) -> bool:
-        """Tell whether a build of the chunk or of its build prefix runs."""
-        self._sweep()
-        return key in self._in_flight or key.prefix_only in self._in_flight
-
-    def is_building(self, key: ChunkKey) -> bool:
-        """Tell whether the chunk itself, not only its build prefix, is being built."""
-        return key in self._in_flight
-
-    def build_now(self, keys: list[ChunkKey], adder: Any, add: AddReq) -> bool:
-        """Admit builds of one request's missing chunks into the batch that is being put together.
-
-        Args:
-            keys: Missing chunks, all behind the same build prefix.
-            adder: SGLang's PrefillAdder of the batch.
-            add: Stock admission of one request.
-
-        Returns:
-            True if at least one was admitted or the batch has no room just now; False if none can
-            be built, because the pool has no memory for it.
-        """
-        if not self.may_join(adder):
-            return True
-        refused = False
-        for key in self._next_stage(keys):
-            if len(adder.can_run_list) >= self._free_rows():
-                break
-            build = self._new_build(key)
-            before = len(adder.can_run_list)
-            verdict = add(build)
-            if len(adder.can_run_list) == before:
-                refused = sglang.is_out_of_memory(verdict)
-                break
-            self._in_flight[key] = build
-            if verdict != sglang.continue_verdict():
-                break
-        return bool(adder.can_run_list) or not refused
-
-    @staticmethod
-    def may_join(adder: Any) -> bool:
-        """Tell whether a build may join a batch: builds keep to themselves."""
-        return all(is_build(req) for req in adder.can_run_list)
+        """Let background builds take a share of prefill work that somebody waits behind."""
+        if self._scheduler.waiting_queue:
+            credit = self._credit + _CREDIT_SHARE * num_tokens
+            self._credit = min(credit, _MAX_CREDIT_TOKENS)
 
     def offer(self, running_batch: Any) -> None:
-        """Put background builds into the waiting queue for one scheduling round.
+        """Begin a scheduling round; put a background build into the waiting queue if one may run.
 
-        One chunk a round. Where requests wait, only on credit; where requests decode, only every
-        other round, so that a build never holds them up twice in a row.
+        One chunk a round. While requests wait or decode, never in two rounds in a row; while they
+        wait, only on credit.
         """
-        scheduler = self._scheduler
         self._sweep()
-        if not self._pending or scheduler.chunked_req is not None or self._in_flight:
-            return
-        last = scheduler.last_batch
-        decoding = not running_batch.is_empty()
-        if decoding and last is not None and last.forward_mode.is_extend():
+        scheduler = self._scheduler
+        busy = bool(scheduler.waiting_queue) or not running_batch.is_empty()
+        rest = busy and self._offered_last_round
+        self._offered_last_round = False
+        if rest or self._in_flight or scheduler.chunked_req is not None:
             return
         key = self._next_pending()
         if key is None:
@@ -142,42 +110,26 @@ class ChunkBuilder:
         stage = self._next_stage([key])[0]
         if scheduler.waiting_queue and self._credit < stage.length + stage.prefix_length:
             return
-        build = self._new_build(stage)
-        self._offered = _Offer(key, stage, build)
-        scheduler.waiting_queue.insert(0, build)
+        self._offer = _Offer(key, stage, self._new_build(stage))
+        scheduler.waiting_queue.insert(0, self._offer.build)
 
     def withdraw(self) -> None:
-        """Take back what offer() put into the waiting queue, unless the scheduler admitted it."""
-        if self._offered is None:
+        """End the round: take back what offer() put into the waiting queue, unless it was admitted."""
+        if self._offer is None:
             return
-        offer, self._offered = self._offered, None
+        offer, self._offer = self._offer, None
         scheduler = self._scheduler
-        if offer.build not in scheduler.waiting_queue:
-            self._in_flight[offer.stage] = offer.build
-            if offer.stage == offer.key:
-                del self._pending[offer.key]
+        if offer.admitted:
+            self._offered_last_round = True
             if scheduler.waiting_queue:
                 self._credit -= len(offer.build.origin_input_ids)
+            if offer.stage == offer.key:
+                self._pending.pop(offer.key, None)
             return
-        scheduler.waiting_queue.remove(offer.build)
-        if scheduler.running_batch.is_empty() and not scheduler.waiting_queue:
-            # Nothing else holds memory that could come free: the chunk does not fit the pool.
-            del self._pending[offer.key]
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req is not offer.build]
+        if offer.too_large:
+            self._pending.pop(offer.key, None)
             self.num_forgotten += 1
-
-    def prepare(self, build: Any) -> None:
-        """Make a build about to be admitted compute its whole chunk behind the stored prefix."""
-        prefix_length = build.sgl_blend_build.prefix_length
-        if len(build.prefix_indices) <= prefix_length or not build.sgl_blend_build.length:
-            return
-        key = build.sgl_blend_build
-        found = self._store.find_prefix(
-            key.path, salt=key.salt, extra_key=key.extra_key, limit=prefix_length
-        )
-        build.prefix_indices, build.last_node = found.slots, found.node
-        build.last_host_node = build.best_match_node = found.node
-        build.host_hit_length = 0
-        build.kv.cache_protected_len = len(found)
 
     def _next_pending(self) -> ChunkKey | None:
         """Return the oldest chunk that is still missing; chunks stored meanwhile are dropped."""
@@ -188,20 +140,85 @@ class ChunkBuilder:
             del self._pending[key]
         return None
 
+    # --- builds that a request waits for ---
+
+    def is_in_flight(self, key: ChunkKey) -> bool:
+        """Tell whether the chunk or its build prefix is being built."""
+        return key in self._in_flight or key.prefix_only in self._in_flight
+
+    def build_now(self, keys: list[ChunkKey], adder: Any, add: AddReq) -> int:
+        """Admit builds of one request's missing chunks into the batch that is being put together.
+
+        Args:
+            keys: Missing chunks, all behind the same build prefix.
+            adder: SGLang's PrefillAdder of the batch.
+            add: Admission of one request.
+
+        Returns:
+            How many were admitted.
+        """
+        num_admitted = 0
+        for key in self._next_stage(keys):
+            if len(adder.can_run_list) >= self._free_rows(adder):
+                break
+            build = self._new_build(key)
+            verdict = add(build)
+            if not sglang.was_admitted(build, adder):
+                break
+            self._in_flight[key] = build
+            num_admitted += 1
+            if verdict != sglang.continue_verdict():
+                break
+        return num_admitted
+
+    # --- admission of any build ---
+
+    def admit(self, build: Any, adder: Any, add: AddReq) -> Any:
+        """Admit a build if its batch may hold it; add is SGLang's own admission.
+
+        A build that is not admitted never closes the batch for the requests behind it.
+        """
+        self._compute_whole(build)
+        verdict = sglang.stop_verdict()
+        if may_hold_builds(adder) and (not adder.can_run_list or sglang.fits_whole(build, adder)):
+            verdict = add(build)
+        offer = self._offer if self._offer is not None and self._offer.build is build else None
+        if sglang.was_admitted(build, adder):
+            if offer is not None:
+                offer.admitted = True
+                self._in_flight[offer.stage] = build
+            return verdict
+        if offer is not None:
+            offer.too_large = sglang.is_out_of_memory(verdict) and sglang.is_alone(adder)
+        return sglang.continue_verdict()
+
+    def _compute_whole(self, build: Any) -> None:
+        """Let a build compute its whole chunk, even if the tree holds a chunk that begins like it."""
+        key: ChunkKey = build.sgl_blend_build
+        limit = key.prefix_length if key.length else 0
+        if len(build.prefix_indices) <= limit:
+            return
+        found = self._store.find_prefix(
+            key.path, salt=key.salt, extra_key=key.extra_key, limit=limit
+        )
+        build.prefix_indices, build.last_node = found.slots, found.node
+        build.last_host_node = build.best_match_node = found.node
+        build.host_hit_length = 0
+        build.kv.cache_protected_len = len(found)
+
     def _next_stage(self, keys: list[ChunkKey]) -> list[ChunkKey]:
         """Return what to build next: the shared build prefix first, then all chunks at once."""
         prefix = keys[0].prefix_only
         return keys if self._store.is_complete(prefix) else [prefix]
 
     def _new_build(self, key: ChunkKey) -> Any:
-        scheduler = self._scheduler
         self._serial += 1
         build = sglang.new_build_request(
-            f"{sglang.BUILD_RID_PREFIX}{self._serial}",
+            f"{self.rid_prefix}{self._serial}",
             key.path,
             salt=key.salt,
             extra_key=key.extra_key,
-            vocab_size=scheduler.model_config.vocab_size,
+            vocab_size=self._scheduler.model_config.vocab_size,
             priority=self._lowest_priority(),
         )
         build.sgl_blend_build = key
@@ -215,19 +232,31 @@ class ChunkBuilder:
             return None
         return sys.maxsize if scheduler.schedule_low_priority_values_first else -sys.maxsize - 1
 
-    def _free_rows(self) -> int:
-        scheduler = self._scheduler
-        rows: int = scheduler.get_num_allocatable_reqs(len(scheduler.running_batch.reqs))
+    def _free_rows(self, adder: Any) -> int:
+        running = adder.running_batch
+        rows: int = self._scheduler.get_num_allocatable_reqs(
+            0 if running is None else len(running.reqs)
+        )
         return rows
 
     def _sweep(self) -> None:
-        """Forget builds that ended; SGLang has inserted their KV, or an abort has dropped it."""
-        for key in [key for key, build in self._in_flight.items() if build.finished()]:
-            build = self._in_flight.pop(key)
-            self.num_built += bool(key.length)
-            logger.debug("%s built %d tokens", build.rid, key.length)
+        """Forget builds that ended: their KV is inserted, or they were aborted, in the queue or out.
+
+        Called between rounds, when every admitted build holds KV or has given it back.
+        """
+        waiting = self._scheduler.waiting_queue
+        for key, build in list(self._in_flight.items()):
+            if build.finished() or not (build.kv.holds_kv or build in waiting):
+                del self._in_flight[key]
+                self.num_built += bool(key.length and build.finished())
+                logger.debug("%s ended, %d tokens", build.rid, key.length)
 
 
 def is_build(req: Any) -> bool:
     """Tell whether a request is an internal build."""
     return getattr(req, "sgl_blend_build", None) is not None
+
+
+def may_hold_builds(adder: Any) -> bool:
+    """Tell whether builds may join a batch: they keep to themselves."""
+    return all(is_build(req) for req in adder.can_run_list)

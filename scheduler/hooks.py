@@ -105,11 +105,16 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *args: Any, **kwargs: Any
             runtime.release(req)
 
 
-def before_flush_cache(scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Do not refill a flushed cache with chunks of earlier requests."""
+def around_flush_cache(orig: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let background builds, which clients cannot see, not stand in the way of a flush."""
     runtime = _runtime_of(scheduler)
-    if runtime is not None:
-        runtime.builder.forget_pending()
+    if runtime is None:
+        return orig(scheduler, *args, **kwargs)
+    runtime.finish_builds(scheduler)
+    flushed = orig(scheduler, *args, **kwargs)
+    if flushed:
+        runtime.builder.forget_pending()  # a flushed cache is not refilled with earlier chunks
+    return flushed
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -29,8 +29,8 @@ class RequestState:
         locks: Chunk nodes held for the plan.
         unprocessed_steps: Admitted prefill steps whose result is not in yet.
         all_steps_admitted: Whether the last prefill step is admitted.
-        tried: Chunks whose build this request has waited for.
-        build_failed: Whether a missing chunk could not be built or kept.
+        build_rounds: How often builds of its chunks were admitted while it waits.
+        counted: Whether its report is in the totals.
         report: What the client learns, kept current.
     """
 
@@ -45,8 +45,8 @@ class RequestState:
     locks: list[sglang.TreeLock] = field(default_factory=list)
     unprocessed_steps: int = 0
     all_steps_admitted: bool = False
-    tried: set[ChunkKey] = field(default_factory=set)
-    build_failed: bool = False
+    build_rounds: int = 0
+    counted: bool = False
     report: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -67,8 +67,7 @@ class RequestState:
         """Begin to count anew; a retracted request is admitted again from the start."""
         self.unprocessed_steps = 0
         self.all_steps_admitted = False
-        self.build_failed = False
-        self.tried.clear()
+        self.build_rounds = 0
         self.report.update(
             prefix_tokens=0,
             reused_tokens=0,

@@ -9,7 +9,7 @@ from sgl_blend.fusor import Fusor
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.plan import Window
 from sgl_blend.scheduler.admission import Admission
-from sgl_blend.scheduler.builds import ChunkBuilder, is_build
+from sgl_blend.scheduler.builds import ChunkBuilder, is_build, may_hold_builds
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.request_state import RequestState, state_of
 
@@ -48,26 +48,22 @@ class BlendRuntime:
     def add_one_req(self, orig: Callable[..., Any], adder: Any, req: Any, args: Any) -> Any:
         """Admit a request; called in place of PrefillAdder.add_one_req, which is orig."""
 
-        def add(candidate: Any) -> Any:
-            if candidate is not req:
-                candidate.init_next_round_input(self._tree)
-            if is_build(candidate):
-                self.builder.prepare(candidate)
+        def add_stock(candidate: Any) -> Any:
             return orig(adder, candidate, *args[0], **args[1])
 
-        if is_build(req):
-            return add(req) if self.builder.may_join(adder) else sglang.stop_verdict()
+        def add(candidate: Any) -> Any:
+            if not is_build(candidate):
+                joins_builds = bool(adder.can_run_list) and may_hold_builds(adder)
+                return sglang.stop_verdict() if joins_builds else add_stock(candidate)
+            if candidate is not req:  # SGLang has prepared the request that it asks for itself
+                candidate.init_next_round_input(self._tree)
+            return self.builder.admit(candidate, adder, add_stock)
+
         state = state_of(req)
         if state is None:
-            return orig(adder, req, *args[0], **args[1])
-
-        def add_unless_building(candidate: Any) -> Any:
-            if not is_build(candidate) and any(is_build(other) for other in adder.can_run_list):
-                return sglang.stop_verdict()
-            return add(candidate)
-
-        verdict = self._admission.add(req, state, adder, add_unless_building)
-        if adder.can_run_list and adder.can_run_list[-1] is req:
+            return add(req)
+        verdict = self._admission.add(req, state, adder, add)
+        if sglang.was_admitted(req, adder):
             self._count_step(req, state)
         return verdict
 
@@ -80,7 +76,7 @@ class BlendRuntime:
     def _count_step(self, req: Any, state: RequestState) -> None:
         start, stop = req.extend_range.start, req.extend_range.end
         window = None if state.plan is None else state.plan.window(start, stop)
-        last = stop >= len(sglang.prompt_of(req))
+        last = stop >= len(sglang.fill_ids(req))
         state.count_step(start, stop, window, last=last)
         if state.plan is not None:
             self._planned[req.rid] = state
@@ -92,7 +88,8 @@ class BlendRuntime:
 
     def forward(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
         """Run one forward; called in place of ModelRunner._forward_raw, which is orig."""
-        builds = [i for i, rid in enumerate(batch.rids) if rid.startswith(sglang.BUILD_RID_PREFIX)]
+        rids = self.builder.in_flight_rids
+        builds = [i for i, rid in enumerate(batch.rids) if rid in rids]
         if builds and len(batch.rids) > 1:
             others = [i for i in range(len(batch.rids)) if i not in builds]
             groups = [[i] for i in builds] + ([others] if others else [])
@@ -126,7 +123,7 @@ class BlendRuntime:
     @property
     def has_work(self) -> bool:
         """Whether any forward could concern this plugin."""
-        return bool(self._planned) or self.builder.has_in_flight
+        return bool(self._planned) or bool(self.builder.in_flight_rids)
 
     # --- release ---
 
@@ -138,7 +135,9 @@ class BlendRuntime:
                 continue
             state.unprocessed_steps -= 1
             if state.unprocessed_steps == 0 and state.all_steps_admitted:
-                self._metrics.add(state.report)
+                if not state.counted:  # a retracted request is prefilled again
+                    self._metrics.add(state.report)
+                    state.counted = True
                 self.release(req)
 
     def release(self, req: Any) -> None:
@@ -147,13 +146,24 @@ class BlendRuntime:
         if state is None:
             return
         for held in state.locks:
-            self._tree_unlock(held)
+            sglang.unlock(self._tree, held)
         state.locks = []
         state.plan = None
         self._planned.pop(req.rid, None)
 
-    def _tree_unlock(self, held: sglang.TreeLock) -> None:
-        sglang.unlock(self._tree, held)
+    def finish_builds(self, scheduler: Any) -> None:
+        """Process a batch of builds that was launched last, so that the scheduler counts as idle.
+
+        SGLang does the same at the end of its round; nothing is lost if it finds it done.
+        """
+        last = scheduler.last_batch
+        if last is None or not last.reqs or not all(is_build(req) for req in last.reqs):
+            return
+        results = getattr(scheduler, "result_queue", None)
+        while results:
+            scheduler.process_batch_result(*results.popleft())
+        if all(req.finished() for req in last.reqs):
+            scheduler.last_batch = None
 
     # --- what operators see ---
 

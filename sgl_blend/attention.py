@@ -13,7 +13,7 @@ import torch
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.kernels.delta_rope import copy_rotated, rotate_keys
 from sgl_blend.kernels.kv_deviation import kv_deviation
-from sgl_blend.kernels.ragged_attention import RaggedBatch, ragged_attention
+from sgl_blend.kernels.ragged_attention import RaggedBatch, plan_ragged, ragged_attention
 from sgl_blend.kernels.row_partition import complement
 from sgl_blend.policies import POLICIES, Score
 
@@ -30,6 +30,7 @@ class Candidates:
         sin: float32, same shape.
         num_recomputed: How many rows are selected.
         policy: Name of the policy that selects.
+        chosen: int64 [num_recomputed], what it selects if that needs no score; else None.
     """
 
     rows: torch.Tensor
@@ -39,6 +40,7 @@ class Candidates:
     sin: torch.Tensor
     num_recomputed: int
     policy: str
+    chosen: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,13 @@ class BlendAttention:
         # Reached only for names this class does not define: pools, metadata, flags.
         return getattr(self.inner, name)
 
-    def get_fused_kv_write_buffers(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse fused KV writes: selection must see K and V before they are in the pool."""
-        return
-
     def enter_ragged(self, batch: Any) -> None:
         """Prepare the layers above the check layer; batch holds the kept rows only."""
         slots = sglang.kv_slots_of_requests(batch, self.inner.req_to_token_pool.req_to_token)
         self._out_slots = batch.out_cache_loc
-        self._ragged = RaggedBatch(batch.positions, batch.extend_seq_lens_cpu, slots)
+        self._ragged = plan_ragged(
+            batch.positions, batch.extend_seq_lens_cpu, slots, batch.hidden_states.dtype
+        )
 
     def forward(
         self,
@@ -146,10 +146,12 @@ class BlendAttention:
         parts: list[Dropped] = []
         dropped_rows = []
         for group in self._candidates:
-            scores = self._score(group, k, v, k_pool, v_pool)
-            policy = POLICIES[group.policy]
-            chosen = policy.select(scores, group.chunk_lengths, group.num_recomputed)
-            dropped = complement(chosen.to(group.rows.device), group.rows.numel())
+            chosen = group.chosen
+            if chosen is None:
+                scores = self._score(group, k, v, k_pool, v_pool)
+                select = POLICIES[group.policy].select
+                chosen = select(scores, group.chunk_lengths, group.num_recomputed)
+            dropped = complement(chosen, group.rows.numel())
             rows = group.rows[dropped]
             dropped_rows.append(rows)
             parts.append(
@@ -175,11 +177,8 @@ class BlendAttention:
         v: torch.Tensor,
         k_pool: torch.Tensor,
         v_pool: torch.Tensor,
-    ) -> torch.Tensor | None:
-        score = POLICIES[group.policy].score
-        if score is Score.V:
+    ) -> torch.Tensor:
+        if POLICIES[group.policy].score is Score.V:
             return kv_deviation(v[group.rows], v_pool[group.source_slots])
-        if score is Score.K:
-            moved = rotate_keys(k_pool[group.source_slots], group.cos, group.sin, neox=self._neox)
-            return kv_deviation(k[group.rows], moved)
-        return None
+        moved = rotate_keys(k_pool[group.source_slots], group.cos, group.sin, neox=self._neox)
+        return kv_deviation(k[group.rows], moved)

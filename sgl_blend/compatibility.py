@@ -58,6 +58,11 @@ REFUSALS = (
         _is_set("enable_deterministic_inference"),
         "which tokens are recomputed depends on the cache",
     ),
+    Refusal(
+        "--enable-return-hidden-states",
+        _is_set("enable_return_hidden_states"),
+        "hidden states are cut out of a batch by row counts that blending changes",
+    ),
     Refusal("--is-embedding", _is_set("is_embedding"), "pooling reads every row"),
     Refusal(
         "--disaggregation-mode",

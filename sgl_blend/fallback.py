@@ -15,5 +15,4 @@ class FallbackReason(StrEnum):
     MALFORMED = "malformed blend parameters"
     SESSION = "requests of a session are not blended"
     MULTIMODAL = "prompts with embeddings or images are not blended"
-    HIDDEN_STATES = "requests that return hidden states are not blended"
     BEAM_SEARCH = "beam search is not blended"

@@ -17,7 +17,9 @@ import torch
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.attention import BlendAttention, Candidates, HeadCopy
+from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.plan import Window
+from sgl_blend.policies import POLICIES, Score
 from sgl_blend.rope import Rotation
 
 
@@ -77,22 +79,35 @@ class Fusor:
         first_row = 0
         for length, window in zip(batch.extend_seq_lens_cpu, windows, strict=True):
             if window is not None and window.num_dropped > 0:
-                positions = torch.cat([_range(span.start, len(span)) for span in window.spans])
-                stored = torch.cat([_range(span.source_start, len(span)) for span in window.spans])
-                cos, sin = self._rotation.between(stored.to(device), positions.to(device))
-                found.append(
-                    Candidates(
-                        rows=(positions - window.head_stop + first_row).to(device),
-                        chunk_lengths=[len(span) for span in window.spans],
-                        source_slots=torch.cat([span.slots for span in window.spans]),
-                        cos=cos,
-                        sin=sin,
-                        num_recomputed=window.num_recomputed,
-                        policy=window.policy,
-                    )
-                )
+                found.append(self._candidates_of(window, first_row, device))
             first_row += length
         return found
+
+    def _candidates_of(self, window: Window, first_row: int, device: torch.device) -> Candidates:
+        lengths = [len(span) for span in window.spans]
+        host = torch.stack(
+            [
+                torch.cat([_range(span.start, len(span)) for span in window.spans]),
+                torch.cat([_range(span.source_start, len(span)) for span in window.spans]),
+            ]
+        )
+        positions, stored = sglang.to_device(host, device)
+        cos, sin = self._rotation.between(stored, positions)
+        policy = POLICIES[window.policy]
+        chosen = None
+        if policy.score is Score.NOTHING:
+            picked = policy.select(None, lengths, window.num_recomputed)
+            chosen = sglang.to_device(picked, device)
+        return Candidates(
+            rows=positions - window.head_stop + first_row,
+            chunk_lengths=lengths,
+            source_slots=torch.cat([span.slots for span in window.spans]),
+            cos=cos,
+            sin=sin,
+            num_recomputed=window.num_recomputed,
+            policy=window.policy,
+            chosen=chosen,
+        )
 
 
 def _take_heads(batch: Any, windows: Sequence[Window | None]) -> HeadCopy | None:
@@ -101,7 +116,7 @@ def _take_heads(batch: Any, windows: Sequence[Window | None]) -> HeadCopy | None
     heads = [0 if window is None else window.head_stop - window.start for window in windows]
     if not any(heads):
         return None
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = first_rows(lengths)
     device = batch.input_ids.device
     head_rows = torch.cat([_range(s, h) for s, h in zip(starts, heads, strict=True)])
     body_rows = torch.cat(
@@ -111,11 +126,11 @@ def _take_heads(batch: Any, windows: Sequence[Window | None]) -> HeadCopy | None
         source_slots=torch.cat(
             [window.head.slots for window in windows if window is not None and window.head]
         ),
-        dest_slots=batch.out_cache_loc[head_rows.to(device)],
+        dest_slots=batch.out_cache_loc[sglang.to_device(head_rows, device)],
     )
     sglang.advance_prefix(batch, heads)
     body = [length - head for length, head in zip(lengths, heads, strict=True)]
-    sglang.take_rows(batch, body_rows.to(device), body)
+    sglang.take_rows(batch, sglang.to_device(body_rows, device), body)
     return copy
 
 

@@ -62,7 +62,7 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
         ),
         (f"{scheduler}.get_new_batch_prefill", "around", hooks.around_get_new_batch_prefill),
         (f"{scheduler}.process_batch_result", "after", hooks.after_process_batch_result),
-        (f"{scheduler}.flush_cache", "before", hooks.before_flush_cache),
+        (f"{scheduler}.flush_cache", "around", hooks.around_flush_cache),
         (f"{scheduler}.get_internal_state", "after", hooks.after_get_internal_state),
         ("sglang.srt.managers.schedule_batch.Req.__init__", "after", hooks.after_req_init),
         (f"{adder}.add_one_req", "around", hooks.around_add_one_req),

@@ -4,13 +4,14 @@ A policy is a plain function of scores, chunk lengths and budget; it never touch
 select among the reused tokens of one request, numbered 0..n-1 in prompt order, chunk after chunk.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 import torch
+
+from sgl_blend.kernels.row_partition import first_rows
 
 _RANDOM_SEED = 2405
 
@@ -58,7 +59,7 @@ def select_first_k(
     """Take the first tokens of every chunk, equally many as far as it goes (EPIC's LegoLink)."""
     by_offset = sorted(
         (offset, start + offset)
-        for start, length in zip(_starts(chunk_lengths), chunk_lengths, strict=True)
+        for start, length in zip(first_rows(chunk_lengths), chunk_lengths, strict=True)
         for offset in range(length)
     )
     return torch.tensor(sorted(token for _, token in by_offset[:budget]), dtype=torch.int64)
@@ -95,7 +96,3 @@ def recompute_budget(policy: str, ratio: float, num_reused: int) -> int:
     share = (ratio if fixed is None else fixed) * num_reused
     # 0.15 * 20 is 3.0000000000000004 for some ratios; rounding that up would be a token too many.
     return min(num_reused, math.ceil(share - 1e-9))
-
-
-def _starts(lengths: list[int]) -> list[int]:
-    return list(itertools.accumulate(lengths, initial=0))[:-1]

@@ -7,7 +7,6 @@ module's boundary is typed by our own classes.
 from __future__ import annotations
 
 import copy
-import logging
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,7 @@ from typing import Any
 import torch
 
 from sgl_blend.errors import UnsupportedError
-
-logger = logging.getLogger(__name__)
-
-BUILD_RID_PREFIX = "sgl-blend-build-"
+from sgl_blend.kernels.row_partition import first_rows
 
 
 def probe() -> None:
@@ -156,15 +152,39 @@ def is_out_of_memory(verdict: Any) -> bool:
     return bool(verdict == AddReqResult.NO_TOKEN)
 
 
-def prompt_of(req: Any) -> array[int]:
+def fill_ids(req: Any) -> array[int]:
     """Return prompt and generated tokens, as the scheduler prefills them."""
     tokens: array[int] = req.full_untruncated_fill_ids
     return tokens
 
 
 def prefix_length(req: Any) -> int:
-    """Return how many tokens the radix tree gives the request, on the device or the host."""
-    return len(req.prefix_indices) + int(req.host_hit_length)
+    """Return how many tokens the radix tree gives the request."""
+    return len(req.prefix_indices)
+
+
+def was_admitted(req: Any, adder: Any) -> bool:
+    """Tell whether the request is the last that joined the batch."""
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+
+def is_alone(adder: Any) -> bool:
+    """Tell whether nothing else holds memory that could come free: no batch, nothing decoding."""
+    running = adder.running_batch
+    return not adder.can_run_list and (running is None or running.is_empty())
+
+
+def fits_whole(req: Any, adder: Any) -> bool:
+    """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
+    left = adder.rem_chunk_tokens
+    return left is None or len(req.origin_input_ids) - len(req.prefix_indices) <= left
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a small host tensor to the device without waiting for the device."""
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 # --- model and forward --------------------------------------------------------------------------
@@ -221,10 +241,10 @@ def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> No
     batch.positions = batch.positions.index_select(0, rows)
     batch.out_cache_loc = batch.out_cache_loc.index_select(0, rows)
     batch.extend_seq_lens_cpu = rows_per_request
-    batch.extend_seq_lens = torch.tensor(rows_per_request, dtype=torch.int32).to(
-        device, non_blocking=True
+    batch.extend_seq_lens = to_device(torch.tensor(rows_per_request, dtype=torch.int32), device)
+    batch.extend_start_loc = to_device(
+        torch.tensor(first_rows(rows_per_request), dtype=torch.int32), device
     )
-    batch.extend_start_loc = torch.cumsum(batch.extend_seq_lens, 0) - batch.extend_seq_lens
     batch.extend_num_tokens = sum(rows_per_request)
     batch.global_num_token_non_padded_cpu = batch.extend_num_tokens
     if batch.extend_logprob_start_lens_cpu is not None:
@@ -239,8 +259,8 @@ def advance_prefix(batch: Any, tokens: list[int]) -> None:
     """Declare that the first tokens of each request's step are in the pool already, in place."""
     prefix = [old + more for old, more in zip(batch.extend_prefix_lens_cpu, tokens, strict=True)]
     batch.extend_prefix_lens_cpu = prefix
-    batch.extend_prefix_lens = torch.tensor(prefix, dtype=torch.int32).to(
-        batch.input_ids.device, non_blocking=True
+    batch.extend_prefix_lens = to_device(
+        torch.tensor(prefix, dtype=torch.int32), batch.input_ids.device
     )
 
 
@@ -261,10 +281,11 @@ def take_requests(forward_batch: Any, indices: list[int]) -> Any:
     """Copy a ForwardBatch with only some of its requests."""
     batch = copy.copy(forward_batch)
     lengths = forward_batch.extend_seq_lens_cpu
-    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    starts = first_rows(lengths)
     device = forward_batch.input_ids.device
-    rows = torch.cat([torch.arange(starts[i], starts[i] + lengths[i]) for i in indices]).to(device)
-    chosen = torch.tensor(indices).to(device)
+    row_runs = [torch.arange(starts[i], starts[i] + lengths[i]) for i in indices]
+    rows = to_device(torch.cat(row_runs), device)
+    chosen = to_device(torch.tensor(indices), device)
     for name in ("input_ids", "positions", "out_cache_loc"):
         setattr(batch, name, getattr(forward_batch, name).index_select(0, rows))
     for name in (
@@ -296,7 +317,9 @@ def take_requests(forward_batch: Any, indices: list[int]) -> Any:
             setattr(batch, name, [value[i] for i in indices])
     batch.batch_size = len(indices)
     batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
-    batch.extend_start_loc = torch.cumsum(batch.extend_seq_lens, 0) - batch.extend_seq_lens
+    batch.extend_start_loc = to_device(
+        torch.tensor(first_rows([lengths[i] for i in indices]), dtype=torch.int32), device
+    )
     batch.extend_num_tokens = int(rows.shape[0])
     batch.global_num_token_non_padded_cpu = batch.extend_num_tokens
     return batch
@@ -310,11 +333,11 @@ def join_outputs(outputs: list[tuple[list[int], Any]]) -> Any:
             carry input logprobs; building requests have none.
     """
     _, first = max(outputs, key=lambda item: item[1].logits_output.input_token_logprobs is not None)
-    order = [index for indices, _ in outputs for index in indices]
-    logits = torch.cat([output.logits_output.next_token_logits for _, output in outputs])
-    place = torch.empty(len(order), dtype=torch.int64)
-    place[torch.tensor(order)] = torch.arange(len(order))
-    first.logits_output.next_token_logits = logits.index_select(0, place.to(logits.device))
+    rows: dict[int, torch.Tensor] = {}
+    for indices, output in outputs:
+        logits = output.logits_output.next_token_logits
+        rows.update({index: logits[i] for i, index in enumerate(indices)})
+    first.logits_output.next_token_logits = torch.stack([rows[i] for i in sorted(rows)])
     first.can_run_graph = False
     return first
 

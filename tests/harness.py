@@ -108,7 +108,8 @@ class Driver:
         configure_scheduler_process(server_args, 0)
         self.scheduler = Scheduler(server_args, ports)
         torch.set_num_threads(1)  # SGLang took all; tiny matrices only wait for each other
-        self.sent_rids: list[str] = []
+        runtime = getattr(self.scheduler, "sgl_blend", None)
+        self._build_prefix = b"" if runtime is None else runtime.builder.rid_prefix.encode()
         self.num_batches = 0
         self._serial = 0
 
@@ -216,14 +217,14 @@ class Driver:
     def _drain(self) -> None:
         import zmq
 
-        for sink in self._sinks:
+        to_tokenizer, to_detokenizer = self._sinks
+        for sink in (to_tokenizer, to_detokenizer):
             while sink.poll(0):
                 try:
-                    frames = sink.recv_multipart(zmq.NOBLOCK)
+                    blob = b"".join(sink.recv_multipart(zmq.NOBLOCK))
                 except zmq.Again:
                     break
-                blob = b"".join(frames)
-                if b"sgl-blend-build" in blob:
+                if sink is to_detokenizer and self._build_prefix and self._build_prefix in blob:
                     raise AssertionError("an internal build was streamed to the client")
 
     # --- looking inside ---

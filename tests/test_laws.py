@@ -187,6 +187,17 @@ def test_logprobs_of_the_prompt_are_those_of_full_prefill(start_engine: StartEng
     assert blended.report["recomputed_tokens"] == 30  # rows whose logprob is wanted are computed
 
 
+def test_l1_holds_behind_bos_as_build_prefix(start_engine: StartEngine) -> None:
+    # The first segment is too long to build behind, and as long as BOS: only its tokens tell.
+    engine = start_engine(blend_on_miss="build", blend_max_build_prefix=0)
+    prompt = rag_prompt([7], [CHUNKS[0], CHUNKS[1]], QUESTION, params={"sgl_blend_ratio": 1.0})
+
+    blended = engine.ask(prompt)[0]
+
+    assert blended.report["chunk_hits"] == 2
+    assert_same(blended, full_prefill(engine, prompt))
+
+
 # --- L2: causality ---
 
 
@@ -345,6 +356,22 @@ def test_l4_chunk_kv_is_bit_equal_whatever_was_served_before(
 
     warm = engine.call(_stored_chunk, SYSTEM, short)
     for (k1, v1), (k2, v2) in zip(cold, warm, strict=True):
+        assert torch.equal(k1, k2)
+        assert torch.equal(v1, v2)
+
+
+def test_l4_holds_where_chunked_prefill_cuts_the_batch_of_builds(start_engine: StartEngine) -> None:
+    engine = start_engine("llama-wide", blend_on_miss="build", chunked_prefill_size=100)
+    chunks = [random_tokens(80 + i, 90) for i in range(3)]
+    engine.flush()
+    engine.ask(rag_prompt(SYSTEM, [chunks[1]], QUESTION))
+    alone = engine.call(_stored_chunk, SYSTEM, chunks[1])
+    engine.flush()
+
+    engine.ask(rag_prompt(SYSTEM, chunks, QUESTION))
+
+    together = engine.call(_stored_chunk, SYSTEM, chunks[1])
+    for (k1, v1), (k2, v2) in zip(alone, together, strict=True):
         assert torch.equal(k1, k2)
         assert torch.equal(v1, v2)
 

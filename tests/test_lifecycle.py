@@ -64,7 +64,7 @@ def _abort_between_chunked_steps(driver: Driver) -> None:
 def _abort_while_its_chunks_are_built(driver: Driver) -> None:
     req = driver.submit(rag(3, 4, 5))
     driver.step()  # the build prefix
-    assert driver.runtime.builder.has_in_flight
+    assert driver.runtime.builder.in_flight_rids
     _abort(driver, req.rid)
     driver.settle()
     assert driver.ask(rag(4, 3))[0].report["chunk_hits"] == 2
@@ -135,9 +135,9 @@ def test_retraction_gives_locks_back_and_answers_stay_exact(start_engine: StartE
 def _flush_with_pending_builds(driver: Driver) -> tuple[int, int]:
     driver.ask(rag(0, 1, 2, 3))
     pending = driver.runtime.builder.num_pending
-    driver.scheduler.flush_cache()  # refused, as in stock, while the last batch is not cleared away
-    driver.settle()
+    driver.step()  # the request's batch is cleared away, the first build has run
     driver.flush()
+    driver.settle()
     return pending, driver.runtime.builder.num_built
 
 
@@ -276,3 +276,145 @@ def test_the_next_turn_of_a_conversation_reuses_the_last_one_as_prefix(
     assert second["reused_tokens"] + second["recomputed_tokens"] == len(CHUNKS[1])
     assert third["prefix_tokens"] >= second["prompt_tokens"] + 7
     assert third["chunk_hits"] == 1
+
+
+# --- builds, as an adversary of the scheduler would have them ---
+
+
+def _build_popped_from_the_queue(driver: Driver, on_miss: str) -> dict[str, Any]:
+    """Retract everything in the middle of a chunked build, then abort it where it waits."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    first = driver.submit(rag(0, 1))
+    driver.run_until(lambda: driver.scheduler.chunked_req is not None)
+    chunked = driver.scheduler.chunked_req
+    if on_miss == "compute":
+        driver.run_until(first.finished)
+        driver.run_until(lambda: driver.scheduler.chunked_req is not None)
+        chunked = driver.scheduler.chunked_req
+    driver.scheduler.abort_request(AbortReq(rid=chunked.rid))
+    driver.scheduler.process_pending_chunked_abort()
+    driver.scheduler.abort_request(AbortReq(rid="", abort_all=True))
+    driver.settle()
+    answer = driver.ask(rag(1, 0))[0]
+    driver.settle()
+    again = driver.ask(rag(0, 1))[0]
+    assert answer.finish == "FINISH_LENGTH"
+    return again.report
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "build"])
+def test_an_aborted_build_is_not_waited_for(start_engine: StartEngine, on_miss: str) -> None:
+    engine = start_engine(blend_on_miss=on_miss, chunked_prefill_size=32)
+    engine.flush()
+    report = engine.call(_build_popped_from_the_queue, on_miss)
+    assert report["chunk_hits"] == 2
+
+
+def _steps_of_a_small_request_beside_a_large_build(driver: Driver) -> int:
+    decoding = driver.submit(Prompt([random_tokens(3, 200)], max_new_tokens=100))
+    driver.run_until(lambda: len(decoding.output_ids) > 2)
+    large = rag_prompt(SYSTEM, [random_tokens(61, 230)], QUESTION)
+    driver.runtime.builder.enqueue(driver.submit(large).sgl_blend.keys)
+    driver.scheduler.waiting_queue.clear()
+    driver.step()
+    small = driver.submit(Prompt([random_tokens(4, 20)]))
+    steps = 0
+    while not small.finished():
+        driver.step()
+        steps += 1
+    driver.run_until(decoding.finished)
+    driver.settle()
+    return steps
+
+
+def test_a_build_that_does_not_fit_does_not_close_the_batch(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=460)
+    assert engine.call(_steps_of_a_small_request_beside_a_large_build) <= 3
+
+
+def _hits_when_the_pool_is_full_for_a_moment(driver: Driver) -> tuple[Any, Any]:
+    decoding = driver.submit(Prompt([random_tokens(3, 500)], max_new_tokens=60))
+    driver.run_until(lambda: len(decoding.output_ids) > 2)
+    under_load = driver.ask(rag(0, 1))[0]
+    driver.run_until(decoding.finished)
+    driver.settle()
+    driver.flush()
+    return under_load, driver.ask(rag(0, 1))[0]
+
+
+def test_with_build_an_answer_does_not_depend_on_the_load(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", max_total_tokens=900)
+    engine.flush()
+    under_load, alone = engine.call(_hits_when_the_pool_is_full_for_a_moment)
+    assert under_load.report == alone.report
+    assert under_load.logprobs == alone.logprobs
+
+
+def _builds_before_a_waiting_request(driver: Driver) -> int:
+    for turn in range(20):  # work that nobody waits behind earns nothing
+        driver.ask(Prompt([random_tokens(500 + turn, 900)], salt="load"))
+    driver.ask(rag(0, 1, 2, 3, 4, 5, 6, 7))
+    driver.submit(Prompt([random_tokens(5, 30)]))
+    req = driver.submit(Prompt([random_tokens(6, 30)]))
+    before = driver.num_batches
+    driver.run_until(req.finished)
+    return driver.num_batches - before
+
+
+def test_credit_is_not_saved_up_while_nobody_waits(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=5000)
+    engine.flush()
+    assert engine.call(_builds_before_a_waiting_request) <= 2
+    engine.settle()
+
+
+def _update_weights_behind_a_blended_answer(driver: Driver) -> tuple[bool, int]:
+    driver.ask(rag(0, 1, 2, 3))
+    driver.step()  # a background build has just run
+    flushed = driver.scheduler.flush_cache()
+    driver.settle()
+    return bool(flushed), driver.runtime.builder.num_pending
+
+
+def test_background_builds_do_not_stand_in_the_way_of_a_flush(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=3000)
+    engine.flush()
+    assert engine.call(_update_weights_behind_a_blended_answer) == (True, 0)
+
+
+def _client_names_itself_like_a_build(driver: Driver) -> list[Any]:
+    driver.ask(rag(0, 1))
+    driver.settle()
+    requests = [
+        Prompt([random_tokens(71, 40)], logprob_start_len=0),
+        Prompt([random_tokens(72, 50)], logprob_start_len=0),
+    ]
+    reqs = [driver.submit(prompt) for prompt in requests]
+    for number, req in enumerate(reqs):
+        req.rid = f"sgl-blend-build-{number}"
+    reqs.append(driver.submit(rag(1, 0)))
+    driver.run_until(lambda: all(req.finished() for req in reqs))
+    driver.settle()
+    return [driver.answer(req) for req in reqs]
+
+
+def test_a_client_cannot_pass_for_a_build(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=4500)
+    first, second, blended = engine.call(_client_names_itself_like_a_build)
+    assert len(first.input_logprobs) == 39
+    assert len(second.input_logprobs) == 49
+    assert blended.report["chunk_hits"] == 2
+
+
+def _forget_under_priorities(driver: Driver) -> tuple[int, int]:
+    driver.ask(rag(0, 1, 2, priority=0))
+    for turn in range(4):
+        driver.ask(Prompt([random_tokens(80 + turn, 30)], priority=1))
+    driver.settle()
+    return driver.runtime.builder.num_forgotten, driver.runtime.builder.num_built
+
+
+def test_builds_behind_requests_with_priority_are_not_forgotten(start_engine: StartEngine) -> None:
+    engine = start_engine(enable_priority_scheduling=True)
+    assert engine.call(_forget_under_priorities) == (0, 3)

@@ -7,12 +7,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_blend.kernels.ragged_attention import RaggedBatch, ragged_attention
+from sgl_blend.kernels.ragged_attention import plan_ragged, ragged_attention
 from support import assert_as_good_as
 
 NUM_SLOTS = 2_000
 COUNTS = [1, 31, 32, 33, 127, 128, 129, 613]
 GQA = [(4, 4), (4, 2), (4, 1), (8, 1), (7, 1), (14, 2)]
+
+
+@dataclass
+class Rows:
+    """What plan_ragged takes."""
+
+    positions: torch.Tensor
+    num_rows: list[int]
+    kv_slots: list[torch.Tensor]
 
 
 @dataclass
@@ -22,11 +31,13 @@ class Case:
     q: torch.Tensor
     k_pool: torch.Tensor
     v_pool: torch.Tensor
-    batch: RaggedBatch
+    batch: Rows
     scale: float
 
     def run(self) -> torch.Tensor:
-        return ragged_attention(self.q, self.k_pool, self.v_pool, self.batch, scale=self.scale)
+        rows = self.batch
+        batch = plan_ragged(rows.positions, rows.num_rows, rows.kv_slots, self.q.dtype)
+        return ragged_attention(self.q, self.k_pool, self.v_pool, batch, scale=self.scale)
 
     def to(self, dtype: torch.dtype) -> "Case":
         q, k_pool, v_pool = (x.to(dtype) for x in (self.q, self.k_pool, self.v_pool))
@@ -55,7 +66,7 @@ def make_case(
     q = torch.randn(sum(counts), num_heads, head_dim, generator=g)
     k_pool = torch.randn(NUM_SLOTS, num_kv_heads, head_dim, generator=g)
     v_pool = torch.randn(NUM_SLOTS, num_kv_heads, v_head_dim or head_dim, generator=g)
-    batch = RaggedBatch(torch.cat(positions), counts, kv_slots)
+    batch = Rows(torch.cat(positions), counts, kv_slots)
     # Not the usual 1 / sqrt(head_dim), which is what attention takes when it is told nothing.
     return Case(q, k_pool, v_pool, batch, scale=1.7 * head_dim**-0.5)
 
@@ -120,7 +131,7 @@ def test_values_may_be_narrower_than_keys() -> None:
 
 def test_contiguous_rows_are_ordinary_causal_attention() -> None:
     case = make_case([200])
-    case.batch = RaggedBatch(torch.arange(200), [200], [case.batch.kv_slots[0][:200]])
+    case.batch = Rows(torch.arange(200), [200], [case.batch.kv_slots[0][:200]])
     slots = case.batch.kv_slots[0]
 
     got = case.run()
@@ -138,7 +149,7 @@ def test_contiguous_rows_are_ordinary_causal_attention() -> None:
 def test_the_first_position_sees_itself_alone() -> None:
     case = make_case([1])
     slots = case.batch.kv_slots[0]
-    case.batch = RaggedBatch(torch.tensor([0]), [1], [slots])
+    case.batch = Rows(torch.tensor([0]), [1], [slots])
 
     got = case.run()
 
@@ -221,7 +232,7 @@ def test_a_row_is_the_same_whichever_rows_are_kept_beside_it(seed: int, count: i
         case.q[some],
         case.k_pool,
         case.v_pool,
-        RaggedBatch(case.batch.positions[some], [len(some)], case.batch.kv_slots),
+        Rows(case.batch.positions[some], [len(some)], case.batch.kv_slots),
         case.scale,
     )
 
@@ -230,17 +241,24 @@ def test_a_row_is_the_same_whichever_rows_are_kept_beside_it(seed: int, count: i
 
 def test_no_rows_give_no_rows() -> None:
     case = make_case([5])
-    nothing = RaggedBatch(torch.empty(0, dtype=torch.int64), [], [])
+    case.q = case.q[:0]
+    case.batch = Rows(torch.empty(0, dtype=torch.int64), [], [])
 
-    got = ragged_attention(case.q[:0], case.k_pool, case.v_pool, nothing, scale=1.0)
+    assert case.run().shape == (0, 4, 16)
 
-    assert got.shape == (0, 4, 16)
+
+def test_a_batch_planned_for_other_rows_is_refused() -> None:
+    case = make_case([5])
+    rows = case.batch
+    batch = plan_ragged(rows.positions, rows.num_rows, rows.kv_slots, torch.float32)
+    with pytest.raises(ValueError, match=r"^q: expected 5 rows, got 4$"):
+        ragged_attention(case.q[:4], case.k_pool, case.v_pool, batch, scale=1.0)
 
 
 @pytest.mark.parametrize("num_rows", [[4], [6], [2, 2], []], ids=str)
 def test_rows_that_do_not_add_up_are_refused(num_rows: list[int]) -> None:
     case = make_case([5])
-    case.batch = RaggedBatch(case.batch.positions, num_rows, case.batch.kv_slots)
+    case.batch = Rows(case.batch.positions, num_rows, case.batch.kv_slots)
 
     with pytest.raises(ValueError, match=f"^num_rows: expected a sum of 5, got {sum(num_rows)}$"):
         case.run()
@@ -248,7 +266,7 @@ def test_rows_that_do_not_add_up_are_refused(num_rows: list[int]) -> None:
 
 def test_a_request_without_slots_is_refused() -> None:
     case = make_case([5, 3])
-    case.batch = RaggedBatch(case.batch.positions, [5, 3], case.batch.kv_slots[:1])
+    case.batch = Rows(case.batch.positions, [5, 3], case.batch.kv_slots[:1])
 
     with pytest.raises(ValueError, match="zip"):
         case.run()

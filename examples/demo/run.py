@@ -41,7 +41,7 @@ class Screen:
 
     def say(self, line: str) -> None:
         """Print a line at once."""
-        self.console.print(line, highlight=False)
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def track(self, what: str, items: Sequence[T]) -> Iterator[T]:
         """Iterate over items with a bar."""
@@ -113,10 +113,10 @@ def measure(
         full.append(ask(stock, prompt.plain(), None, size))
         for ratio, answers in blended.items():
             answers.append(ask(blending, prompt.marked(), {"sgl_blend_ratio": ratio}, size))
-        times = (f"{ratio:g}: {answers[-1].ttft_s:.2f}" for ratio, answers in blended.items())
+        times = ", ".join(f"{ratio:g}: {run[-1].ttft_s:.2f}" for ratio, run in blended.items())
         screen.say(
-            f"prompt {number} of {len(material.prompts)}, first token after {full[-1].ttft_s:.2f} s"
-            f" in full, blended at ratio {', '.join(times)}"
+            f"prompt {number}/{len(material.prompts)}, first token after: "
+            f"full {full[-1].ttft_s:.2f} s, ratio {times}"
         )
     return {ratio: Run(tuple(answers)) for ratio, answers in blended.items()}, Run(tuple(full))
 
