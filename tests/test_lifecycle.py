@@ -298,7 +298,7 @@ def _build_popped_from_the_queue(driver: Driver, on_miss: str) -> dict[str, Any]
     driver.settle()
     answer = driver.ask(rag(1, 0))[0]
     driver.settle()
-    again = driver.ask(rag(0, 1))[0]
+    again = driver.ask(rag(0, 1, params={"sgl_blend_ratio": 0.4}))[0]  # not in the radix prefix
     assert answer.finish == "FINISH_LENGTH"
     return again.report
 

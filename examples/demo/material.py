@@ -60,7 +60,7 @@ class Recipe:
     seed: int = 2405
     vocab_size: int = 8192
     hidden_size: int = 512
-    intermediate_size: int = 1536
+    intermediate_size: int = 2560
     num_hidden_layers: int = 32
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
