@@ -116,7 +116,9 @@ def ragged_attention(
         raise ValueError(f"q: expected {batch.num_rows} rows, got {q.shape[0]}")
     out = q.new_empty(q.shape[0], q.shape[1], v_pool.shape[-1])
     for slots, tiles in zip(batch.kv_slots, batch.tiles, strict=True):
-        keys = k_pool[slots].to(q.dtype).transpose(0, 1)[None]  # [1, num_kv_heads, seq_len, head_dim]
+        keys = (
+            k_pool[slots].to(q.dtype).transpose(0, 1)[None]
+        )  # [1, num_kv_heads, seq_len, head_dim]
         values = v_pool[slots].to(q.dtype).transpose(0, 1)[None]
         for tile in tiles:
             attended = torch.nn.functional.scaled_dot_product_attention(

@@ -10,6 +10,7 @@ that was built first.
 import logging
 import secrets
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ _MAX_PENDING = 4096
 _CREDIT_SHARE = 0.05
 """Where requests wait, background builds may cost this share of the prefill work done meanwhile."""
 _MAX_CREDIT_TOKENS = 4096.0
+_QUIET_S = 0.05
+_MAX_QUIET_S = 1.0
+"""After a prefill, builds leave the machine alone for a moment, so that first tokens get out."""
 
 AddReq = Callable[[Any], Any]
 
@@ -49,7 +53,8 @@ class ChunkBuilder:
     def __init__(self, scheduler: Any, store: ChunkStore) -> None:
         self._scheduler = scheduler
         self._store = store
-        self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
+        self._pending: OrderedDict[ChunkKey, float] = OrderedDict()  # since when, in seconds
+        self._quiet_until_s = 0.0
         self._in_flight: dict[ChunkKey, Any] = {}
         self._offer: _Offer | None = None
         # Clients choose request ids too, and must not meet these.
@@ -76,7 +81,7 @@ class ChunkBuilder:
         """Build chunks in the background, oldest first."""
         for key in keys:
             if key not in self._in_flight:
-                self._pending.setdefault(key)
+                self._pending.setdefault(key, time.monotonic())
         while len(self._pending) > _MAX_PENDING:
             self._pending.popitem(last=False)
             self.num_forgotten += 1
@@ -91,11 +96,15 @@ class ChunkBuilder:
             credit = self._credit + _CREDIT_SHARE * num_tokens
             self._credit = min(credit, _MAX_CREDIT_TOKENS)
 
+    def keep_quiet(self) -> None:
+        """Note that a prefill has just ended, and its first tokens are on their way."""
+        self._quiet_until_s = time.monotonic() + _QUIET_S
+
     def offer(self, running_batch: Any) -> None:
         """Begin a scheduling round; put a background build into the waiting queue if one may run.
 
-        One chunk a round. While requests wait or decode, never in two rounds in a row; while they
-        wait, only on credit.
+        One chunk a round, and none right behind a prefill. While requests wait or decode, never in
+        two rounds in a row; while they wait, only on credit.
         """
         self._sweep()
         scheduler = self._scheduler
@@ -108,7 +117,10 @@ class ChunkBuilder:
         if key is None:
             return
         stage = self._next_stage([key])[0]
-        if scheduler.waiting_queue and self._credit < stage.length + stage.prefix_length:
+        if scheduler.waiting_queue:
+            if self._credit < stage.length + stage.prefix_length:
+                return
+        elif self._must_keep_quiet(key):
             return
         self._offer = _Offer(key, stage, self._new_build(stage))
         scheduler.waiting_queue.insert(0, self._offer.build)
@@ -130,6 +142,10 @@ class ChunkBuilder:
         if offer.too_large:
             self._pending.pop(offer.key, None)
             self.num_forgotten += 1
+
+    def _must_keep_quiet(self, key: ChunkKey) -> bool:
+        now = time.monotonic()
+        return now < self._quiet_until_s and now < self._pending[key] + _MAX_QUIET_S
 
     def _next_pending(self) -> ChunkKey | None:
         """Return the oldest chunk that is still missing; chunks stored meanwhile are dropped."""

@@ -129,6 +129,8 @@ class BlendRuntime:
 
     def finish_step(self, batch: Any) -> None:
         """Release what the requests of a processed prefill batch no longer need."""
+        if not all(is_build(req) for req in batch.reqs):
+            self.builder.keep_quiet()
         for req in batch.reqs:
             state = state_of(req)
             if state is None or state.unprocessed_steps == 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import time
 import traceback
 from array import array
 from collections.abc import Callable
@@ -206,13 +207,17 @@ class Driver:
     def settle(self) -> None:
         """Run until nothing is left to do, background builds included, and check the pool."""
         idle = 0
-        for _ in range(5000):
-            idle = 0 if self.step() else idle + 1
-            if idle == 3:
-                break
+        deadline = time.monotonic() + 60
+        while idle < 3 and time.monotonic() < deadline:
+            resting = not self.step() and self._num_pending() == 0
+            idle = idle + 1 if resting else 0
         assert idle == 3, "the scheduler never came to rest"
         assert self.scheduler.is_fully_idle()
         assert self.locked_tokens() == 0, "a lock outlives its request"
+
+    def _num_pending(self) -> int:
+        runtime = getattr(self.scheduler, "sgl_blend", None)
+        return 0 if runtime is None else int(runtime.builder.num_pending)
 
     def _drain(self) -> None:
         import zmq

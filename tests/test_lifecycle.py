@@ -135,7 +135,7 @@ def test_retraction_gives_locks_back_and_answers_stay_exact(start_engine: StartE
 def _flush_with_pending_builds(driver: Driver) -> tuple[int, int]:
     driver.ask(rag(0, 1, 2, 3))
     pending = driver.runtime.builder.num_pending
-    driver.step()  # the request's batch is cleared away, the first build has run
+    driver.step()  # the request's batch is cleared away
     driver.flush()
     driver.settle()
     return pending, driver.runtime.builder.num_built
@@ -290,7 +290,7 @@ def _build_popped_from_the_queue(driver: Driver, on_miss: str) -> dict[str, Any]
     chunked = driver.scheduler.chunked_req
     if on_miss == "compute":
         driver.run_until(first.finished)
-        driver.run_until(lambda: driver.scheduler.chunked_req is not None)
+        driver.run_until(lambda: driver.scheduler.chunked_req is not None, limit=10**6)
         chunked = driver.scheduler.chunked_req
     driver.scheduler.abort_request(AbortReq(rid=chunked.rid))
     driver.scheduler.process_pending_chunked_abort()
@@ -371,7 +371,8 @@ def test_credit_is_not_saved_up_while_nobody_waits(start_engine: StartEngine) ->
 
 def _update_weights_behind_a_blended_answer(driver: Driver) -> tuple[bool, int]:
     driver.ask(rag(0, 1, 2, 3))
-    driver.step()  # a background build has just run
+    batches = driver.num_batches
+    driver.run_until(lambda: driver.num_batches > batches, limit=10**6)  # a build has just run
     flushed = driver.scheduler.flush_cache()
     driver.settle()
     return bool(flushed), driver.runtime.builder.num_pending
