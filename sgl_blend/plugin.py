@@ -41,7 +41,7 @@ def register() -> None:
 
     for target, kind, hook in _hook_table():
         HookRegistry.register(target, hook, HookType(kind))
-    Engine.server_args_class = staticmethod(_make_server_args(Engine.server_args_class))
+    Engine.server_args_class = staticmethod(make_server_args(Engine.server_args_class))
 
 
 def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
@@ -76,6 +76,11 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
     ]
 
 
+def hook_targets() -> list[str]:
+    """Return the functions of SGLang that must be hooked."""
+    return [target for target, _, _ in _hook_table()]
+
+
 def check_hooks() -> None:
     """Raise unless every hook is in place.
 
@@ -84,7 +89,7 @@ def check_hooks() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = sorted({target for target, _, _ in _hook_table()} - HookRegistry._patched)
+    missing = sorted(set(hook_targets()) - HookRegistry._patched)
     if missing:
         raise UnsupportedError(
             f"enable_blend: SGLang did not apply the hook on {', '.join(missing)}; "
@@ -110,7 +115,7 @@ def _after_from_cli_args(result: Any, cls: type[Any], args: Any, *rest: Any, **k
     config.attach(result)
 
 
-def _make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
+def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap SGLang's ServerArgs so that Engine takes our keyword arguments too."""
     names = [field.name for field in msgspec.structs.fields(BlendConfig)]
 

@@ -6,6 +6,7 @@ Everything is made and written under build/; the figures go to build/demo.json. 
 of them misses its bound.
 """
 
+import argparse
 import signal
 import sys
 import time
@@ -134,6 +135,13 @@ def meet(
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description="Show what blending gains and what it costs.")
+    parser.add_argument(
+        "--any-speed",
+        action="store_true",
+        help="do not fail for a speed-up below the bound, as on a machine shared with others",
+    )
+    any_speed = parser.parse_args().any_speed
     started_s = time.monotonic()
     # Unwind when terminated as when interrupted, so that no server outlives the demo.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
@@ -171,7 +179,8 @@ def main() -> int:
     for sentence in missed:
         console.print(f"missed: {sentence}", style="red", highlight=False)
     print(summary(found))
-    return 1 if missed else 0
+    fatal = [sentence for sentence in missed if not (any_speed and "speedup" in sentence)]
+    return 1 if fatal else 0
 
 
 if __name__ == "__main__":
