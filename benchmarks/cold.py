@@ -6,9 +6,12 @@ same prompts in turn, so that drift of the machine hits both alike. Every prompt
     cold    system prompt, 6 unseen chunks, question: all chunks miss (--blend-on-miss compute)
     plain   the same length without separators
 
-Two equal servers can differ by 10 % for as long as they live (--same shows it with two stock servers),
-so they are started twice, each of them first once, and the overhead is the geometric mean of the two
-rounds' medians. One run is not proof of a few per cent: look at the rounds and at --same.
+Two equal servers can differ by 10 % and more for as long as they live: glibc hands the large temporary
+tensors of a prefill back to the kernel or keeps them, by the allocations that came before, and memory
+that must be faulted in again is slow. So both keep their memory (KEEP_MEMORY), the page faults per
+request are printed, and the servers are started anew in every round, in alternating order. The overhead
+is the geometric mean of the rounds' medians. --same compares stock with stock and shows what the method
+itself adds; --default-malloc shows the effect of the allocator.
 
 The background builds that a cold request causes are waited for before the next one is sent; the figure
 is what the request itself pays. --back-to-back does not wait: it shows what a closed loop of cold
@@ -24,9 +27,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +39,44 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from material import Material, Recipe, prepare  # noqa: E402
 from servers import Server, running  # noqa: E402
 
+KEEP_MEMORY = (
+    "MALLOC_TRIM_THRESHOLD_=8589934592",
+    "MALLOC_MMAP_THRESHOLD_=8589934592",
+    "MALLOC_TOP_PAD_=268435456",
+)
+"""glibc never returns memory, and never takes it page by page from a fresh mapping."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """TTFT of one prompt on both servers, in seconds."""
+    """One prompt on both servers: TTFT in seconds, and minor page faults until then."""
 
     stock_s: float
     blend_s: float
+    stock_faults: int
+    blend_faults: int
 
 
-def measure(server: Server, token_ids: list[int], spans: list[int] | None) -> float:
-    """Return the time to the first token of one streamed request, in seconds."""
+def count_faults(server: Server) -> int:
+    """Return the minor page faults of all processes of a server since they started."""
+    total = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == server.process_group:
+            total += int(fields[7])
+    return total
+
+
+def measure(server: Server, token_ids: list[int], spans: list[int] | None) -> tuple[float, int]:
+    """Send one streamed request.
+
+    Returns:
+        The time to its first token, in seconds, and the page faults until then.
+    """
+    faults = count_faults(server)
     sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 1}
     if spans is not None:
         sampling["custom_params"] = {"sgl_blend_spans": spans}
@@ -56,7 +86,7 @@ def measure(server: Server, token_ids: list[int], spans: list[int] | None) -> fl
         response.raise_for_status()
         for line in response.iter_lines():
             if line.startswith("data: "):
-                return time.perf_counter() - start
+                return time.perf_counter() - start, count_faults(server) - faults
     raise RuntimeError("the server sent no token")
 
 
@@ -88,44 +118,49 @@ def compare(
         ids, spans = new_prompt(draw, material)
         marked = spans if chunks else None
         if number % 2 == 0:
-            stock_s = measure(stock, ids, None)
-        blend_s = measure(blend, ids, marked)
+            stock_s, stock_faults = measure(stock, ids, None)
+        blend_s, blend_faults = measure(blend, ids, marked)
         if wait:
             wait_for_builds(blend)  # they would slow the stock server down, on the same cores
         if number % 2:
-            stock_s = measure(stock, ids, None)
+            stock_s, stock_faults = measure(stock, ids, None)
         if number >= 2:  # the first two warm both servers up
-            found.append(Pair(stock_s, blend_s))
-            print(f"  stock {stock_s * 1e3:7.1f} ms   blend {blend_s * 1e3:7.1f} ms", flush=True)
+            found.append(Pair(stock_s, blend_s, stock_faults, blend_faults))
+            print(
+                f"  stock {stock_s * 1e3:7.1f} ms {stock_faults:7} faults   "
+                f"blend {blend_s * 1e3:7.1f} ms {blend_faults:7} faults",
+                flush=True,
+            )
     return found
 
 
 def summarise(rounds: list[list[Pair]]) -> dict[str, Any]:
-    """Return medians over all pairs, and the overhead free of which server was started first.
+    """Return medians over all pairs, and the overhead with that of each round.
 
     Args:
-        rounds: The pairs with stock started first, then those with the other first.
+        rounds: The pairs of each round; stock was started first in the rounds 0, 2, …
     """
     pairs = [pair for found in rounds for pair in found]
     medians = [statistics.median(pair.blend_s / pair.stock_s for pair in found) for found in rounds]
     return {
         "stock_ttft_s": statistics.median(pair.stock_s for pair in pairs),
         "blend_ttft_s": statistics.median(pair.blend_s for pair in pairs),
+        "stock_faults": statistics.median(pair.stock_faults for pair in pairs),
+        "blend_faults": statistics.median(pair.blend_faults for pair in pairs),
         "overhead": statistics.geometric_mean(medians) - 1,
-        "overhead_stock_first": medians[0] - 1,
-        "overhead_blend_first": medians[1] - 1,
-        "pairs": [[[pair.stock_s, pair.blend_s] for pair in found] for found in rounds],
+        "overhead_by_round": [median - 1 for median in medians],
+        "pairs": [[asdict(pair) for pair in found] for found in rounds],
     }
 
 
 @contextmanager
 def both(
-    model: Path, flags: list[str], logs: Path, *, stock_first: bool
+    model: Path, flags: list[str], logs: Path, environment: Sequence[str], *, stock_first: bool
 ) -> Iterator[tuple[Server, Server]]:
     """Run a stock server and one with flags, and yield them in this order."""
     quiet = lambda seconds: None  # noqa: E731
-    stock = running(model, [], logs / "cold-stock.log", quiet)
-    other = running(model, flags, logs / "cold-blend.log", quiet)
+    stock = running(model, [], logs / "cold-stock.log", quiet, environment)
+    other = running(model, flags, logs / "cold-blend.log", quiet, environment)
     order = [stock, other] if stock_first else [other, stock]
     with order[0] as first, order[1] as second:
         yield (first, second) if stock_first else (second, first)
@@ -133,7 +168,11 @@ def both(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=12, help="in all, half in each round")
+    parser.add_argument("--pairs", type=int, default=6, help="in each round")
+    parser.add_argument("--rounds", type=int, default=2, help="the servers are started in each")
+    parser.add_argument(
+        "--default-malloc", action="store_true", help="do not make the servers keep their memory"
+    )
     parser.add_argument(
         "--back-to-back", action="store_true", help="also without waiting for builds"
     )
@@ -149,22 +188,28 @@ def main() -> int:
     if args.back_to_back:
         kinds["cold, back to back"] = (True, False)
     flags = [] if args.same else ["--enable-blend"]
+    environment = () if args.default_malloc else KEEP_MEMORY
     found: dict[str, list[list[Pair]]] = {name: [] for name in kinds}
-    for stock_first in (True, False):
-        print("stock started first" if stock_first else "stock started second", flush=True)
-        with both(material.model, flags, args.json.parent, stock_first=stock_first) as servers:
+    for number in range(args.rounds):
+        stock_first = number % 2 == 0
+        print(f"stock started {'first' if stock_first else 'second'}", flush=True)
+        with both(
+            material.model, flags, args.json.parent, environment, stock_first=stock_first
+        ) as servers:
             for name, (chunks, wait) in kinds.items():
                 print(name, flush=True)
-                pairs = compare(*servers, material, chunks=chunks, pairs=args.pairs // 2, wait=wait)
+                pairs = compare(*servers, material, chunks=chunks, pairs=args.pairs, wait=wait)
                 found[name].append(pairs)
     results = {name: summarise(rounds) for name, rounds in found.items()}
-    facts = {"machine": platform.machine(), "date": time.strftime("%Y-%m-%d"), "pairs": args.pairs}
-    args.json.write_text(json.dumps({**facts, **results}, indent=1))
+    facts = {"machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    settings = {"environment": environment, "same": args.same}
+    args.json.write_text(json.dumps({**facts, **settings, **results}, indent=1))
     for name, run in results.items():
+        rounds = " ".join(f"{overhead:+.1%}" for overhead in run["overhead_by_round"])
         print(
             f"{name}: stock {run['stock_ttft_s'] * 1e3:.0f} ms, blend "
-            f"{run['blend_ttft_s'] * 1e3:.0f} ms, overhead {run['overhead']:+.1%} (stock started "
-            f"first {run['overhead_stock_first']:+.1%}, second {run['overhead_blend_first']:+.1%})"
+            f"{run['blend_ttft_s'] * 1e3:.0f} ms, overhead {run['overhead']:+.1%} (rounds {rounds}), "
+            f"page faults {run['stock_faults']:.0f} and {run['blend_faults']:.0f}"
         )
     if args.same:
         return 0

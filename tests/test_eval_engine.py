@@ -1,25 +1,18 @@
 """The evaluation through the real engine: one command line, and answers that stand alone."""
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import add_tokenizer, make_model
+from programs import run_program
+from tiny_models import make_text_model
 
 pytestmark = pytest.mark.engine
 
 NUM_ITEMS = 8
-ENVIRONMENT = {
-    **os.environ,
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",  # the matrices are tiny; threads would only wait for each other
-    "PYTHONWARNINGS": "ignore",
-}
 WAYS = {("hkvd", 0.3), ("hkvd", 1.0), ("random", 0.3), ("random", 1.0), ("none", 0.0), ("all", 1.0)}
 NOISE = 1e-6
 """Nats between two full prefills in float32."""
@@ -27,9 +20,7 @@ NOISE = 1e-6
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_model("llama", tmp_path_factory.mktemp("eval-model"))
-    add_tokenizer(path)
-    return path
+    return make_text_model("llama", tmp_path_factory.mktemp("eval-model"))
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +46,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the command wrote, and beside it what it printed and where it drew."""
     folder = tmp_path_factory.mktemp("eval-out")
-    done = subprocess.run(
+    done = run_program(
         [
             *(sys.executable, "-m", "sgl_blend", "eval", "--model-path", str(model)),
             *("--data", str(data), "--policies", "hkvd,random,none,all", "--ratios", "0.3,1"),
             *("--check-layers", "1,2", "--max-new-tokens", "3", "--json", "out.json"),
             *("--plot", "out.png", "--engine-arg", "max_total_tokens=8000"),
         ],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=ENVIRONMENT,
-        cwd=folder,
-        check=False,
+        folder,
+        timeout_s=400,
+        OMP_NUM_THREADS="1",  # the matrices are tiny; threads would only wait for each other
     )
     assert done.returncode == 0, done.stderr[-3000:]
     report: dict[str, Any] = json.loads((folder / "out.json").read_text())
@@ -170,15 +158,8 @@ if __name__ == "__main__":
 def test_an_answer_does_not_depend_on_its_batch(model: Path, data: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(BATCHES_PROGRAM)
-    done = subprocess.run(
-        [sys.executable, str(program), str(model), str(data)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-        cwd=tmp_path,
-        check=False,
-    )
+    command = [sys.executable, str(program), str(model), str(data)]
+    done = run_program(command, tmp_path, OMP_NUM_THREADS="1")
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, done.stderr[-3000:]
     full, together, alone, info = json.loads(lines[0].removeprefix("FOUND "))

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import add_tokenizer, make_model
+from programs import run_program
+from tiny_models import make_model, make_text_model
 
 pytestmark = pytest.mark.engine
 
@@ -121,9 +122,7 @@ def stop(server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_model("llama", tmp_path_factory.mktemp("server-model"))
-    add_tokenizer(path)
-    return path
+    return make_text_model("llama", tmp_path_factory.mktemp("server-model"))
 
 
 @pytest.fixture(scope="module")
@@ -422,15 +421,7 @@ def test_the_engine_takes_the_same_settings_as_keywords(model: Path, tmp_path: P
         "max_total_tokens": 4000,
         "mem_fraction_static": 0.3,
     }
-    done = subprocess.run(
-        [sys.executable, str(program), str(model), json.dumps(flags)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        check=False,
-    )
+    done = run_program([sys.executable, str(program), str(model), json.dumps(flags)], tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, done.stderr[-3000:]
     (report,) = json.loads(lines[0].removeprefix("REPORT "))
@@ -457,16 +448,7 @@ REFUSED = {
 def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path, name: str) -> None:
     flags, sentence = REFUSED[name]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*command, *flags, *CPU_FLAGS, "--port", str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = run_program([*command, *flags, *CPU_FLAGS, "--port", str(free_port())], tmp_path)
     assert done.returncode != 0
     assert sentence in done.stdout + done.stderr
 
@@ -474,22 +456,8 @@ def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path, 
 def test_a_model_with_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
     path = make_model("llama-dynamic", tmp_path)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)]
-    done = subprocess.run(
-        [
-            *command,
-            "--enable-blend",
-            "--skip-tokenizer-init",
-            *CPU_FLAGS,
-            "--port",
-            str(free_port()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        cwd=tmp_path,
-        check=False,
-    )
+    flags = ["--enable-blend", "--skip-tokenizer-init", "--port", str(free_port())]
+    done = run_program([*command, *flags, *CPU_FLAGS], tmp_path)
     assert done.returncode != 0
     assert "rotary embedding DynamicNTKScalingRotaryEmbedding is not supported" in (
         done.stdout + done.stderr

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from engines import model_folder
-from tiny_models import add_tokenizer, make_model
+from programs import run_program
+from tiny_models import make_text_model
 
 from sgl_blend.config import BlendConfig
 from sgl_blend.evaluation.verify import Exactness, Verdict, bundled_items, find_cheapest
@@ -95,27 +96,15 @@ def test_the_bundled_prompts_shuffle_their_documents() -> None:
 # --- through the engine ---
 
 
-def tiny_model(folder: Path, kind: str) -> Path:
-    path = make_model(kind, folder)
-    add_tokenizer(path)
-    return path
-
-
 def run_verify(model: Path, python_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the command as users do; an engine takes the process's other children with it."""
     command = [sys.executable, "-m", "sgl_blend", "verify", "--model-path", str(model), *flags]
-    return subprocess.run(
-        ["env", f"PYTHONPATH={python_path}", *command],
-        cwd=python_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_program(command, python_path, timeout_s=600, PYTHONPATH=str(python_path))
 
 
 @pytest.mark.engine
 def test_a_model_is_verified_and_its_profile_is_served(model_folder: Path, tmp_path: Path) -> None:
-    model = tiny_model(model_folder, "llama-llama3")
+    model = make_text_model("llama-llama3", model_folder)
     profile, facts = tmp_path / "profile.json", tmp_path / "facts.json"
     flags = ["--limit", "3", "--max-kl", "1000", "--ratios", "0.15,0.5", "--policies", "hkvd"]
     flags += ["--check-layers", "1", "--profile", str(profile), "--json", str(facts)]
@@ -164,7 +153,7 @@ def test_a_sabotaged_build_is_refused(model_folder: Path, tmp_path: Path, name: 
     text = path.read_text()
     assert text.count(right) == 1
     path.write_text(text.replace(right, wrong))
-    model = tiny_model(model_folder, "llama-llama3")
+    model = make_text_model("llama-llama3", model_folder)
 
     done = run_verify(model, tmp_path, "--limit", "2")
 

@@ -97,7 +97,14 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
     return path
 
 
-def add_tokenizer(path: Path) -> None:
+def make_text_model(kind: str, folder: Path) -> Path:
+    """Make a model that also reads and writes text; return its folder."""
+    path = make_model(kind, folder)
+    _add_tokenizer(path)
+    return path
+
+
+def _add_tokenizer(path: Path) -> None:
     """Give a model folder a byte-level tokenizer with idle special tokens and a chat template."""
     if (path / "tokenizer.json").is_file():
         return

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +29,13 @@ class Server:
     Attributes:
         url: Where it listens.
         command: What started it, without this machine's paths.
+        process_group: Of all its processes, as /proc/PID/stat names it.
         http: Client of its native API; closed when the server stops.
     """
 
     url: str
     command: str
+    process_group: int
     http: httpx.Client
 
     def info(self) -> dict[str, Any]:
@@ -51,7 +53,11 @@ class Server:
 
 @contextmanager
 def running(
-    model: Path, extra: list[str], log: Path, waiting: Callable[[float], None]
+    model: Path,
+    extra: list[str],
+    log: Path,
+    waiting: Callable[[float], None],
+    environment: Sequence[str] = (),
 ) -> Iterator[Server]:
     """Run a server on the CPU for the time of a with block.
 
@@ -60,6 +66,7 @@ def running(
         extra: Further flags.
         log: File for everything it prints.
         waiting: Called again and again with the seconds since the start.
+        environment: Further NAME=VALUE settings of its processes.
 
     Raises:
         ServerError: It died or did not answer in time; the message shows the end of its log.
@@ -72,7 +79,7 @@ def running(
         "--max-running-requests", "8", "--sleep-on-idle",
     ]  # fmt: skip
     launch = ["-m", "sglang.launch_server", "--model-path"]
-    env = ["env", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"]
+    env = ["env", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", *environment]
     with log.open("w") as output:
         process = subprocess.Popen(
             [*env, sys.executable, *launch, str(model), *flags, *extra],
@@ -87,7 +94,7 @@ def running(
     try:
         with httpx.Client(base_url=url, trust_env=False, timeout=300.0) as http:
             _wait(process, http, log, waiting)
-            yield Server(url, command, http)
+            yield Server(url, command, process.pid, http)
     finally:
         _stop(process)
 

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from world import make_held_out
+from held_out import write_held_out
 
 from sgl_blend.config import BlendConfig
 
@@ -84,8 +84,7 @@ def main() -> int:
     default = BlendConfig()
     with tempfile.TemporaryDirectory() as folder:
         items = Path(folder) / "held_out.jsonl"
-        lines = [json.dumps(item) + "\n" for item in make_held_out(args.seed, args.count)]
-        items.write_text("".join(lines))
+        write_held_out(items, args.seed, args.count)
         out = args.json or Path(folder) / "rows.json"
         names = dict.fromkeys(["none", "all", "random", "first-k", "hkvd", default.blend_policy])
         ratios = sorted({default.blend_recompute_ratio, 0.2})

@@ -10,6 +10,11 @@ from pathlib import Path
 from world import make_held_out
 
 
+def write_held_out(path: Path, seed: int, count: int) -> None:
+    """Write so many held-out items to a file, one JSON object a line."""
+    path.write_text("".join(json.dumps(item) + "\n" for item in make_held_out(seed, count)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write held-out prompts for sgl-blend eval.")
     parser.add_argument("--seed", type=int, required=True)
@@ -17,8 +22,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(item) + "\n" for item in make_held_out(args.seed, args.count)]
-    args.out.write_text("".join(lines))
+    write_held_out(args.out, args.seed, args.count)
 
 
 if __name__ == "__main__":

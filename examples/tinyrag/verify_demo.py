@@ -6,14 +6,13 @@ The sabotaged build is a copy of the package in which one sign of the rotation i
 0 if the model passes in the real build and is refused in the other.
 """
 
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from world import make_held_out
+from held_out import write_held_out
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -49,7 +48,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         items = folder / "held_out.jsonl"
-        items.write_text("".join(json.dumps(item) + "\n" for item in make_held_out(SEED, 32)))
+        write_held_out(items, SEED, 32)
         print("this build:", flush=True)
         passed = verify(items, ROOT, "--profile", str(folder / "profile.json"))
         print("\na build whose keys turn backwards:", flush=True)
