@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test slow lint format bench-cold clean
+.PHONY: setup demo test slow eval verify-demo quality lint format bench-cold clean
 
 setup: $(READY)
 
@@ -39,6 +39,19 @@ test: $(READY)
 
 slow: $(READY)
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+
+# The test model is so small that a second thread makes it slower.
+ONE_THREAD := OMP_NUM_THREADS=1
+EVAL_ARGS ?=
+
+eval: $(READY)
+	$(ONE_THREAD) $(PY) examples/tinyrag/evaluate.py $(EVAL_ARGS)
+
+verify-demo: $(READY)
+	$(ONE_THREAD) $(PY) examples/tinyrag/verify_demo.py
+
+quality: $(READY)
+	$(ONE_THREAD) $(PY) benchmarks/quality.py --docs docs/quality.md --plot docs/quality.png
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -23,6 +23,9 @@ def start_engine(model_folder: Path) -> Iterator[StartEngine]:
 
     def start(kind: str = "llama", **settings: Any) -> Engine:
         settings = {"enable_blend": True, **settings}
+        if settings["enable_blend"]:
+            # The models have four layers: the lowest check layer leaves most of them to blending.
+            settings.setdefault("blend_check_layer", 1)
         key = f"{kind} {sorted(settings.items())}"
         if key not in running:
             running[key] = Engine(make_model(kind, model_folder), **settings)

@@ -85,7 +85,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "enable_blend": False,
         "blend_recompute_ratio": 0.15,
         "blend_policy": "hkvd",
-        "blend_check_layer": 1,
+        "blend_check_layer": 2,
         "blend_separator": None,
         "blend_min_chunk_tokens": 32,
         "blend_on_miss": "compute",

@@ -20,9 +20,9 @@ from world import FULL, KINDS, STAGES, Example, Size, make_example, vocabulary
 
 HEADS = {
     "owner": ((0, 0),),
-    "ref": ((0, 2),),
+    "ref": ((0, 2), (1, 2)),
     "alias": ((1, 0), (2, 0)),
-    "read": ((3, 0), (4, 0)),
+    "read": ((3, 0), (3, 2), (4, 0)),
 }
 """(layer, head) that guidance asks to fetch what a role needs.
 
@@ -47,7 +47,7 @@ SHAPES = {
 class Recipe:
     """How long and how hard; lengths are optimiser steps, shares are of the whole run."""
 
-    steps: int = 5000
+    steps: int = 6000
     tokens_per_step: int = 3072
     muon_lr: float = 0.02
     adam_lr: float = 2e-3

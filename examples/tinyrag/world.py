@@ -11,7 +11,8 @@ picked is stated in one of these ways:
     latest   two direct statements in different chunks; the last one holds
 
 What a fact token of a ref or an alias means is known only to a model that saw the earlier chunk.
-Which of several statements holds is known only from where they stand.
+Which of two statements holds is known only from where they stand; held-out questions ask for it where
+they stand LATEST_GAP words or more apart (docs/quality.md says what happens below).
 
 Every direct statement pairs a person with a thing. One pair in eight is reserved: training states
 no reserved pair, held-out prompts state no other, so no statement of one is ever found in the other.
@@ -69,6 +70,7 @@ _CLOSINGS = ("be brief .", "be exact .", "the last statement holds .", "do not g
 _GLUE = "the was that too 's choice . : what by".split()
 
 QUESTION = "what was picked by"
+LATEST_GAP = 150
 KINDS = ("direct", "ref", "alias", "alias2", "latest")
 
 
@@ -156,6 +158,16 @@ class World:
     def kind_of_question(self, name: str) -> str:
         """Name the kind of the question about a person."""
         return "latest" if self.num_statements[name] > 1 else self.truth[name].kind
+
+    def anchor(self, fact: Fact) -> int:
+        """Return the place of a fact's anchor in the prompt, BOS and chunk markers counted."""
+        before = sum(1 + len(chunk) for chunk in self.chunks[: fact.chunk])
+        return 1 + len(self.system) + before + 1 + fact.offset + fact.anchor
+
+    def latest_gap(self, name: str) -> int:
+        """Return how many words lie between the two statements about a person."""
+        older, newer = (self.anchor(fact) for fact in self.facts if fact.owner == name)
+        return newer - older
 
 
 class _Writer:
@@ -311,27 +323,21 @@ def make_example(draw: random.Random, size: Size, num_questions: int) -> Example
     """Write a training sequence; each question is answered before the next is asked."""
     world = make_world(draw, size)
     words = [BOS, *world.system]
-    starts = []
     for chunk in world.chunks:
-        words.append(CHUNK)
-        starts.append(len(words))
-        words += chunk
+        words += [CHUNK, *chunk]
     guides: list[tuple[str, int, int]] = []
-
-    def anchor(fact: Fact) -> int:
-        return starts[fact.chunk] + fact.offset + fact.anchor
-
     for fact in world.facts:
-        guides.append(("owner", anchor(fact), anchor(fact) - fact.anchor))
+        place = world.anchor(fact)
+        guides.append(("owner", place, place - fact.anchor))
         if fact.source is not None:
             role = "ref" if fact.kind == "ref" else "alias"
-            guides.append((role, anchor(fact), anchor(fact.source)))
+            guides.append((role, place, world.anchor(fact.source)))
     answers = []
     for name in _ask_about(draw, world, num_questions):
         words += [ASK, *QUESTION.split(), name]
         kind = world.kind_of_question(name)
         answers.append((len(words) - 1, kind))
-        guides.append(("read", len(words) - 1, anchor(world.truth[name])))
+        guides.append(("read", len(words) - 1, world.anchor(world.truth[name])))
         words += [world.truth[name].value, EOS]
     return Example([_IDS[word] for word in words], answers, guides)
 
@@ -354,7 +360,7 @@ def _ask_about(draw: random.Random, world: World, count: int) -> list[str]:
 
 # --- held-out prompts ---
 
-SHARES = {"direct": 0.15, "ref": 0.25, "alias": 0.25, "alias2": 0.2, "latest": 0.15}
+SHARES = {"direct": 0.15, "ref": 0.3, "alias": 0.25, "alias2": 0.2, "latest": 0.1}
 """Kinds of held-out questions."""
 
 
@@ -370,7 +376,12 @@ def make_held_out(seed: int, count: int) -> list[dict[str, object]]:
 def _held_out_item(draw: random.Random, kind: str) -> dict[str, object]:
     while True:
         world = make_world(draw, held_out=True)
-        names = [name for name in world.truth if world.kind_of_question(name) == kind]
+        names = [
+            name
+            for name in world.truth
+            if world.kind_of_question(name) == kind
+            and (kind != "latest" or world.latest_gap(name) >= LATEST_GAP)
+        ]
         if names:
             break
     name = draw.choice(names)

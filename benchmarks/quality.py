@@ -1,0 +1,153 @@
+"""Every policy on the test model: the tables of docs/quality.md and the plot of the README.
+
+    make quality       # writes benchmarks/results/quality.json, docs/quality.md, docs/quality.png
+
+The prompts come from a development seed: defaults are chosen from these tables, so what is claimed of
+the defaults is measured on others (`make eval`). Needs OMP_NUM_THREADS=1 to be fast, see the Makefile.
+
+    .venv/bin/python benchmarks/quality.py --model build/tinyrag/seed2/model --name "seed 2"
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "tinyrag"))
+
+from held_out import write_held_out  # noqa: E402
+
+DEVELOPMENT_SEED = 5
+POLICIES = (
+    "hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "edge", "first-k", "random", "oracle",
+)  # fmt: skip
+RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3)
+PREFIXES = ("first", "bos", "none", "sinks")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One call of ``sgl-blend eval`` and its table: policies or prefixes down, ratios across.
+
+    Attributes:
+        title: Heading of the table.
+        label: The key of a row that names the table's lines.
+        policies: For ``--policies``.
+        ratios: For ``--ratios``.
+        check_layer: For ``--check-layers``.
+        build_prefixes: For ``--build-prefixes``.
+    """
+
+    title: str
+    label: str
+    policies: Sequence[str]
+    ratios: Sequence[float]
+    check_layer: int
+    build_prefixes: Sequence[str] = ("first",)
+
+    def flags(self) -> list[str]:
+        """Return it as arguments of the command."""
+        return [
+            *("--policies", ",".join(self.policies)),
+            *("--ratios", ",".join(map(str, self.ratios))),
+            *("--check-layers", str(self.check_layer)),
+            *("--build-prefixes", ",".join(self.build_prefixes)),
+        ]
+
+
+RUNS = {
+    "check1": Run("Check layer 1", "policy", ("none", *POLICIES), RATIOS, 1),
+    "check2": Run("Check layer 2", "policy", ("none", *POLICIES), RATIOS, 2),
+    "check3": Run("Check layer 3", "policy", ("none", "hkvd", "gradual"), RATIOS, 3),
+    "prefixes": Run(
+        "Build prefixes, hkvd, check layer 2", "build_prefix", ("hkvd",), RATIOS, 2, PREFIXES
+    ),
+}
+
+
+def evaluate(run: Run, model: Path, items: Path, out: Path, *flags: str) -> dict[str, Any]:
+    """Run ``sgl-blend eval`` and return what it wrote."""
+    command = [sys.executable, "-m", "sgl_blend", "eval", "--model-path", str(model)]
+    command += ["--data", str(items), "--json", str(out), "--max-new-tokens", "2"]
+    subprocess.run([*command, *run.flags(), *flags], check=True)
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
+
+
+def table(run: Run, rows: Sequence[Row]) -> str:
+    """Return a Markdown table of accuracy and, in brackets, KL."""
+    full, *blended = rows
+    by_cell = {(row[run.label], row["ratio"]): row for row in blended}
+    costs = [_cost(blended, ratio) for ratio in run.ratios]
+    lines = [
+        f"| {run.label.replace('_', ' ')} | " + " | ".join(f"{r:g}" for r in run.ratios) + " |",
+        "|---|" + "---|" * len(run.ratios),
+    ]
+    for name in run.policies if run.label == "policy" else run.build_prefixes:
+        cells = [_cell(by_cell.get((name, ratio))) for ratio in run.ratios]
+        if (none := by_cell.get((name, 0.0))) is not None:
+            cells = [f"{_cell(none)} at ratio 0"] + [""] * (len(run.ratios) - 1)
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines.append("| *cost* | " + " | ".join(f"*{cost:.0%}*" for cost in costs) + " |")
+    title = f"**{run.title}** ({full['n']} prompts; full prefill {full['accuracy']:.3f})"
+    return "\n".join([title, "", *lines])
+
+
+def _cell(row: Row | None) -> str:
+    return "" if row is None else f"{row['accuracy']:.3f} ({row['kl']:.2g})"
+
+
+def _cost(rows: Sequence[Row], ratio: float) -> float:
+    """Return the largest cost at a ratio; policies differ by rounding alone."""
+    costs: list[float] = [row["layer_rows_share"] for row in rows if row["ratio"] == ratio]
+    return max(costs)
+
+
+def insert(document: Path, name: str, text: str) -> None:
+    """Put text between the two marks that name it in a document."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, found, rest = document.read_text().partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"{document.name} has no place for {name!r}: {begin} … {end}")
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measure every policy on the test model.")
+    parser.add_argument("--model", type=Path, default=ROOT / "examples" / "tinyrag" / "model")
+    parser.add_argument("--name", default="seed 1", help="of the model, in docs/quality.md")
+    parser.add_argument("--seed", type=int, default=DEVELOPMENT_SEED, help="of the prompts")
+    parser.add_argument("--count", type=int, default=200, help="prompts")
+    parser.add_argument(
+        "--runs", default=",".join(RUNS), help=f"comma-separated: {', '.join(RUNS)}"
+    )
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/quality.json")
+    parser.add_argument("--plot", type=Path, help="draw the run check2")
+    parser.add_argument("--docs", type=Path, help="document to put the tables into")
+    args = parser.parse_args()
+    reports = {}
+    with tempfile.TemporaryDirectory() as name:
+        items, out = Path(name) / "held_out.jsonl", Path(name) / "out.json"
+        write_held_out(items, args.seed, args.count)
+        for key in args.runs.split(","):
+            plot = ["--plot", str(args.plot)] if args.plot and key == "check2" else []
+            reports[key] = evaluate(RUNS[key], args.model, items, out, *plot)
+    args.json.write_text(json.dumps(reports, indent=1) + "\n")
+    text = "\n\n".join(table(RUNS[key], report["rows"]) for key, report in reports.items())
+    print(text)
+    if args.docs:
+        insert(args.docs, f"tables of {args.name}", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
