@@ -1,6 +1,6 @@
 """Every policy on the test model: the tables of docs/quality.md and the plot of the README.
 
-    make quality       # writes benchmarks/results/quality.json, docs/quality.md, docs/quality.png
+    make quality       # writes benchmarks/results/quality-seed1.json, docs/quality.md, docs/quality.png
 
 The prompts come from a development seed: defaults are chosen from these tables, so what is claimed of
 the defaults is measured on others (`make eval`). Needs OMP_NUM_THREADS=1 to be fast, see the Makefile.
@@ -21,7 +21,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "tinyrag"))
 
-from held_out import write_held_out  # noqa: E402
+from held_out import write_items  # noqa: E402
+from world import make_held_out, make_latest  # noqa: E402
 
 DEVELOPMENT_SEED = 5
 POLICIES = (
@@ -29,6 +30,7 @@ POLICIES = (
 )  # fmt: skip
 RATIOS = (0.05, 0.1, 0.15, 0.2, 0.3)
 PREFIXES = ("first", "bos", "none", "sinks")
+GAPS = ((30, 60), (60, 100), (100, 150), (150, 400))
 
 Row = dict[str, Any]
 
@@ -44,6 +46,8 @@ class Run:
         ratios: For ``--ratios``.
         check_layer: For ``--check-layers``.
         build_prefixes: For ``--build-prefixes``.
+        by_gap: Ask for the latest of two statements only, and tell results apart by the words
+            between the two.
     """
 
     title: str
@@ -52,6 +56,14 @@ class Run:
     ratios: Sequence[float]
     check_layer: int
     build_prefixes: Sequence[str] = ("first",)
+    by_gap: bool = False
+
+    def items(self, seed: int, count: int) -> list[dict[str, object]]:
+        """Return the prompts."""
+        if not self.by_gap:
+            return make_held_out(seed, count)
+        share = count // len(GAPS)
+        return [item for gaps in GAPS for item in make_latest(seed, share, gaps)]
 
     def flags(self) -> list[str]:
         """Return it as arguments of the command."""
@@ -69,6 +81,14 @@ RUNS = {
     "check3": Run("Check layer 3", "policy", ("none", "hkvd", "gradual"), RATIOS, 3),
     "prefixes": Run(
         "Build prefixes, hkvd, check layer 2", "build_prefix", ("hkvd",), RATIOS, 2, PREFIXES
+    ),
+    "gaps": Run(
+        "The latest of two statements, by the words between them, check layer 2",
+        "policy",
+        ("none", "hkvd", "oracle"),
+        (0.15, 0.5),
+        2,
+        by_gap=True,
     ),
 }
 
@@ -101,6 +121,17 @@ def table(run: Run, rows: Sequence[Row]) -> str:
     return "\n".join([title, "", *lines])
 
 
+def gap_table(run: Run, rows: Sequence[Row]) -> str:
+    """Return a Markdown table of accuracy by the gap between two statements."""
+    kinds = list(rows[0]["by_kind"])
+    names = [kind.removeprefix("latest, ").removesuffix(" words apart") for kind in kinds]
+    lines = ["| policy | ratio | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(kinds)]
+    for row in rows:
+        cells = " | ".join(f"{row['by_kind'][kind]:.2f}" for kind in kinds)
+        lines.append(f"| {row['policy']} | {row['ratio']:g} | {cells} |")
+    return "\n".join([f"**{run.title}** ({rows[0]['n']} prompts)", "", *lines])
+
+
 def _cell(row: Row | None) -> str:
     return "" if row is None else f"{row['accuracy']:.3f} ({row['kl']:.2g})"
 
@@ -130,19 +161,23 @@ def main() -> int:
     parser.add_argument(
         "--runs", default=",".join(RUNS), help=f"comma-separated: {', '.join(RUNS)}"
     )
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/quality.json")
+    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/quality-seed1.json")
     parser.add_argument("--plot", type=Path, help="draw the run check2")
     parser.add_argument("--docs", type=Path, help="document to put the tables into")
     args = parser.parse_args()
     reports = {}
     with tempfile.TemporaryDirectory() as name:
         items, out = Path(name) / "held_out.jsonl", Path(name) / "out.json"
-        write_held_out(items, args.seed, args.count)
         for key in args.runs.split(","):
+            run = RUNS[key]
+            write_items(items, run.items(args.seed, args.count))
             plot = ["--plot", str(args.plot)] if args.plot and key == "check2" else []
-            reports[key] = evaluate(RUNS[key], args.model, items, out, *plot)
+            reports[key] = evaluate(run, args.model, items, out, *plot)
     args.json.write_text(json.dumps(reports, indent=1) + "\n")
-    text = "\n\n".join(table(RUNS[key], report["rows"]) for key, report in reports.items())
+    text = "\n\n".join(
+        (gap_table if RUNS[key].by_gap else table)(RUNS[key], report["rows"])
+        for key, report in reports.items()
+    )
     print(text)
     if args.docs:
         insert(args.docs, f"tables of {args.name}", text)

@@ -33,6 +33,7 @@ CPU_ARGS: dict[str, Any] = {
     "max_running_requests": 64,
     "random_seed": 0,
     "mem_fraction_static": 0.3,
+    "watchdog_timeout": 1e6,  # nobody steps an engine while another one is tested
 }
 
 

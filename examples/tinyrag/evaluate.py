@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from held_out import write_held_out
+from held_out import write_items
+from world import make_held_out
 
 from sgl_blend.config import BlendConfig
 
@@ -84,7 +85,7 @@ def main() -> int:
     default = BlendConfig()
     with tempfile.TemporaryDirectory() as folder:
         items = Path(folder) / "held_out.jsonl"
-        write_held_out(items, args.seed, args.count)
+        write_items(items, make_held_out(args.seed, args.count))
         out = args.json or Path(folder) / "rows.json"
         names = dict.fromkeys(["none", "all", "random", "first-k", "hkvd", default.blend_policy])
         ratios = sorted({default.blend_recompute_ratio, 0.2})

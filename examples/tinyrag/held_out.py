@@ -5,14 +5,15 @@ No statement of theirs is in any training prompt, whatever the seeds (see world.
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from world import make_held_out
 
 
-def write_held_out(path: Path, seed: int, count: int) -> None:
-    """Write so many held-out items to a file, one JSON object a line."""
-    path.write_text("".join(json.dumps(item) + "\n" for item in make_held_out(seed, count)))
+def write_items(path: Path, items: Iterable[dict[str, object]]) -> None:
+    """Write items to a file, one JSON object a line."""
+    path.write_text("".join(json.dumps(item) + "\n" for item in items))
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_held_out(args.out, args.seed, args.count)
+    write_items(args.out, make_held_out(args.seed, args.count))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,20 @@
 
     make verify-demo
 
-The sabotaged build is a copy of the package in which one sign of the rotation is flipped. Exit status
-0 if the model passes in the real build and is refused in the other.
+The sabotaged build is a copy of the package in which one sign of the rotation is flipped. Both builds
+then answer which of two statements is the latest, all chunks reused: what the refusal prevents. Exit
+status 0 if the model passes in the real build and is refused in the other.
 """
 
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from held_out import write_held_out
+from held_out import write_items
+from world import LATEST_GAP, make_held_out, make_latest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -23,13 +26,21 @@ SABOTAGE = (
 SEED = 7
 
 
-def verify(items: Path, python_path: Path, *flags: str) -> int:
-    """Run ``sgl-blend verify`` of the package in python_path and return its exit status."""
-    command = [sys.executable, "-m", "sgl_blend", "verify", "--model-path", str(FOLDER / "model")]
-    env = ["env", f"PYTHONPATH={python_path}"]
-    return subprocess.run(
-        [*env, *command, "--data", str(items), *flags], cwd=python_path
-    ).returncode
+def run(command: str, items: Path, python_path: Path, *flags: str) -> int:
+    """Run a command of the package in python_path and return its exit status."""
+    program = [sys.executable, "-m", "sgl_blend", command, "--model-path", str(FOLDER / "model")]
+    line = ["env", f"PYTHONPATH={python_path}", *program, "--data", str(items), *flags]
+    return subprocess.run(line, cwd=python_path).returncode
+
+
+def accuracy_of_reuse(items: Path, python_path: Path) -> float:
+    """Return how many items the package in python_path answers with every chunk reused as it is."""
+    out = items.with_suffix(".json")
+    flags = ["--policies", "none", "--max-new-tokens", "1", "--json", str(out)]
+    if run("eval", items, python_path, *flags) != 0:
+        raise RuntimeError("sgl-blend eval failed")
+    accuracy: float = json.loads(out.read_text())["rows"][-1]["accuracy"]
+    return accuracy
 
 
 def sabotage(folder: Path) -> None:
@@ -47,16 +58,21 @@ def sabotage(folder: Path) -> None:
 def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        items = folder / "held_out.jsonl"
-        write_held_out(items, SEED, 32)
-        print("this build:", flush=True)
-        passed = verify(items, ROOT, "--profile", str(folder / "profile.json"))
-        print("\na build whose keys turn backwards:", flush=True)
+        items, latest = folder / "held_out.jsonl", folder / "latest.jsonl"
+        write_items(items, make_held_out(SEED, 32))
+        write_items(latest, make_latest(SEED, 50, (LATEST_GAP, 10**6)))
         sabotage(folder)
-        refused = verify(items, folder)
-    good = passed == 0 and refused == 1
-    print(f"\nthis build: exit {passed}, the sabotaged one: exit {refused}")
-    return 0 if good else 1
+        print("this build:", flush=True)
+        passed = run("verify", items, ROOT, "--profile", str(folder / "profile.json"))
+        right = accuracy_of_reuse(latest, ROOT)
+        print("\na build whose keys turn backwards:", flush=True)
+        refused = run("verify", items, folder)
+        wrong = accuracy_of_reuse(latest, folder)
+    print(
+        f"\nwhich statement is the latest: {right:.2f} right here, {wrong:.2f} in the other build"
+    )
+    print(f"this build: exit {passed}, the sabotaged one: exit {refused}")
+    return 0 if passed == 0 and refused == 1 and wrong < right else 1
 
 
 if __name__ == "__main__":

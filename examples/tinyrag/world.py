@@ -373,14 +373,29 @@ def make_held_out(seed: int, count: int) -> list[dict[str, object]]:
     return [_held_out_item(draw, kind) for kind in kinds]
 
 
-def _held_out_item(draw: random.Random, kind: str) -> dict[str, object]:
+def make_latest(seed: int, count: int, gaps: tuple[int, int]) -> list[dict[str, object]]:
+    """Write held-out items of the kind latest, so many words from statement to statement.
+
+    Args:
+        seed: Of the prompts.
+        count: Items.
+        gaps: Least number of words, and the first that is too many.
+    """
+    draw = random.Random(f"latest/{seed}/{gaps}")
+    label = f"latest, {gaps[0]} to {gaps[1] - 1} words apart"
+    return [{**_held_out_item(draw, "latest", gaps), "kind": label} for _ in range(count)]
+
+
+def _held_out_item(
+    draw: random.Random, kind: str, gaps: tuple[int, int] = (LATEST_GAP, 10**6)
+) -> dict[str, object]:
     while True:
         world = make_world(draw, held_out=True)
         names = [
             name
             for name in world.truth
             if world.kind_of_question(name) == kind
-            and (kind != "latest" or world.latest_gap(name) >= LATEST_GAP)
+            and (kind != "latest" or gaps[0] <= world.latest_gap(name) < gaps[1])
         ]
         if names:
             break
