@@ -10,9 +10,8 @@ the defaults is measured on others (`make eval`). Needs OMP_NUM_THREADS=1 to be 
 
 import argparse
 import json
-import subprocess
+import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "tinyrag"))
 
-from held_out import write_items  # noqa: E402
+from evaluate import run_eval  # noqa: E402
 from world import make_held_out, make_latest  # noqa: E402
 
 DEVELOPMENT_SEED = 5
@@ -93,15 +92,6 @@ RUNS = {
 }
 
 
-def evaluate(run: Run, model: Path, items: Path, out: Path, *flags: str) -> dict[str, Any]:
-    """Run ``sgl-blend eval`` and return what it wrote."""
-    command = [sys.executable, "-m", "sgl_blend", "eval", "--model-path", str(model)]
-    command += ["--data", str(items), "--json", str(out), "--max-new-tokens", "2"]
-    subprocess.run([*command, *run.flags(), *flags], check=True)
-    report: dict[str, Any] = json.loads(out.read_text())
-    return report
-
-
 def table(run: Run, rows: Sequence[Row]) -> str:
     """Return a Markdown table of accuracy and, in brackets, KL."""
     full, *blended = rows
@@ -123,7 +113,7 @@ def table(run: Run, rows: Sequence[Row]) -> str:
 
 def gap_table(run: Run, rows: Sequence[Row]) -> str:
     """Return a Markdown table of accuracy by the gap between two statements."""
-    kinds = list(rows[0]["by_kind"])
+    kinds = sorted(rows[0]["by_kind"], key=lambda kind: int(kind.split()[1]))
     names = [kind.removeprefix("latest, ").removesuffix(" words apart") for kind in kinds]
     lines = ["| policy | ratio | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(kinds)]
     for row in rows:
@@ -166,13 +156,12 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, help="document to put the tables into")
     args = parser.parse_args()
     reports = {}
-    with tempfile.TemporaryDirectory() as name:
-        items, out = Path(name) / "held_out.jsonl", Path(name) / "out.json"
-        for key in args.runs.split(","):
-            run = RUNS[key]
-            write_items(items, run.items(args.seed, args.count))
-            plot = ["--plot", str(args.plot)] if args.plot and key == "check2" else []
-            reports[key] = evaluate(run, args.model, items, out, *plot)
+    for key in args.runs.split(","):
+        run = RUNS[key]
+        flags = [*run.flags(), "--max-new-tokens", "2"]
+        if args.plot and key == "check2":
+            flags += ["--plot", os.path.relpath(args.plot, ROOT)]
+        reports[key] = run_eval(args.model, run.items(args.seed, args.count), *flags)
     args.json.write_text(json.dumps(reports, indent=1) + "\n")
     text = "\n\n".join(
         (gap_table if RUNS[key].by_gap else table)(RUNS[key], report["rows"])

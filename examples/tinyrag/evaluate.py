@@ -8,9 +8,11 @@ of the reused tokens that the default recomputes. Exit status 1 if a bound does 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,40 @@ from world import make_held_out
 
 from sgl_blend.config import BlendConfig
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 FINAL_SEED = 20261121
 """Of the prompts that figures are claimed on; defaults were chosen on other seeds."""
 
 Row = dict[str, Any]
 
 
-def evaluate(model: Path, items: Path, out: Path, *flags: str) -> list[Row]:
-    """Run ``sgl-blend eval`` and return its rows."""
-    command = [sys.executable, "-m", "sgl_blend", "eval", "--model-path", str(model)]
-    command += ["--data", str(items), "--json", str(out), "--max-new-tokens", "4", *flags]
-    subprocess.run(command, check=True)
-    rows: list[Row] = json.loads(out.read_text())["rows"]
-    return rows
+def run_eval(
+    model: Path, prompts: Iterable[dict[str, object]], *flags: str, json_file: Path | None = None
+) -> dict[str, Any]:
+    """Run ``sgl-blend eval`` and return what it wrote.
+
+    Paths are relative to the repository, so that a kept result says nothing of this machine.
+
+    Args:
+        model: Folder of the model.
+        prompts: Items.
+        flags: Further flags.
+        json_file: Keep the result there.
+    """
+    (ROOT / "build").mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=ROOT / "build") as name:
+        folder = Path(name).relative_to(ROOT)
+        items, out = folder / "held_out.jsonl", folder / "out.json"
+        write_items(ROOT / items, prompts)
+        command = [sys.executable, "-m", "sgl_blend", "eval"]
+        command += ["--model-path", os.path.relpath(model, ROOT), "--data", str(items)]
+        subprocess.run([*command, "--json", str(out), *flags], check=True, cwd=ROOT)
+        text = (ROOT / out).read_text()
+    if json_file is not None:
+        json_file.write_text(text)
+    report: dict[str, Any] = json.loads(text)
+    return report
 
 
 def find(rows: list[Row], policy: str, ratio: float, check_layer: int | None) -> Row:
@@ -83,21 +105,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep the table")
     args = parser.parse_args()
     default = BlendConfig()
-    with tempfile.TemporaryDirectory() as folder:
-        items = Path(folder) / "held_out.jsonl"
-        write_items(items, make_held_out(args.seed, args.count))
-        out = args.json or Path(folder) / "rows.json"
-        names = dict.fromkeys(["none", "all", "random", "first-k", "hkvd", default.blend_policy])
-        ratios = sorted({default.blend_recompute_ratio, 0.2})
-        layers = sorted({default.blend_check_layer, 2})
-        rows = evaluate(
-            args.model,
-            items,
-            out,
-            *("--policies", ",".join(names)),
-            *("--ratios", ",".join(map(str, ratios))),
-            *("--check-layers", ",".join(map(str, layers))),
-        )
+    names = dict.fromkeys(["none", "all", "random", "first-k", "hkvd", default.blend_policy])
+    ratios = sorted({default.blend_recompute_ratio, 0.2})
+    layers = sorted({default.blend_check_layer, 2})
+    rows = run_eval(
+        args.model,
+        make_held_out(args.seed, args.count),
+        *("--policies", ",".join(names), "--ratios", ",".join(map(str, ratios))),
+        *("--check-layers", ",".join(map(str, layers)), "--max-new-tokens", "4"),
+        json_file=args.json,
+    )["rows"]
     missed, line = check(rows, find(rows, "hkvd", 0.2, 2))
     for sentence in missed:
         print(f"does not hold: {sentence}")
