@@ -5,7 +5,8 @@
 The prompts come from a development seed: defaults are chosen from these tables, so what is claimed of
 the defaults is measured on others (`make eval`). Needs OMP_NUM_THREADS=1 to be fast, see the Makefile.
 
-    .venv/bin/python benchmarks/quality.py --model build/tinyrag/seed2/model --name "seed 2"
+    .venv/bin/python benchmarks/quality.py --model build/tinyrag/seed2/model --name "seed 2" --seed 6
+        --json benchmarks/results/quality-seed2.json --docs docs/quality.md
 """
 
 import argparse
