@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test slow eval verify-demo quality lint format bench-cold clean
+.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format bench-cold clean
 
 setup: $(READY)
 
@@ -36,6 +36,17 @@ demo: $(READY)
 
 test: $(READY)
 	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+# Versions of SGLang, all supported ones by default.
+VERSIONS ?=
+
+test-versions: $(READY)
+	$(PY) tools/test_versions.py $(VERSIONS) -- $(PYTEST_ARGS)
+
+SOAK_ARGS ?=
+
+soak: $(READY)
+	$(PY) benchmarks/soak.py $(SOAK_ARGS)
 
 slow: $(READY)
 	$(PY) -m pytest -m slow $(PYTEST_ARGS)

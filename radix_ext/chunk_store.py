@@ -64,11 +64,13 @@ class ChunkHit:
     """Stored KV of a chunk, or of its first tokens.
 
     Attributes:
+        key: Identity of the chunk.
         span: Place of the whole chunk in the request.
         match: The stored path: build prefix, then as much of the chunk as there is.
         prefix_length: Tokens of the path that belong to the build prefix.
     """
 
+    key: ChunkKey
     span: Span
     match: sglang.TreeMatch
     prefix_length: int
@@ -89,7 +91,7 @@ class ChunkStore:
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
         found = sglang.match(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
-        hit = ChunkHit(span, found, key.prefix_length)
+        hit = ChunkHit(key, span, found, key.prefix_length)
         return hit if hit.num_tokens > 0 else None
 
     def find_prefix(
@@ -110,6 +112,11 @@ class ChunkStore:
             return True
         found = sglang.match(self._tree, path, salt=key.salt, extra_key=key.extra_key)
         return len(found) >= len(path) // self._page_size * self._page_size
+
+    @property
+    def evictable_tokens(self) -> int:
+        """Tokens that the tree could evict now."""
+        return sglang.evictable_tokens(self._tree)
 
     def lock(self, match: sglang.TreeMatch) -> sglang.TreeLock:
         """Keep a match's KV in place until unlock."""

@@ -12,6 +12,7 @@ from sgl_blend import sglang_adapter as sglang
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.plan import BlendPlan, ReusedSpan
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
+from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.request import Span
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.request_state import RequestState
@@ -36,8 +37,11 @@ class Lookup:
 class Admission:
     """Decides for each request whether it is blended, and from what."""
 
-    def __init__(self, store: ChunkStore, builder: ChunkBuilder, *, build_first: bool) -> None:
+    def __init__(
+        self, store: ChunkStore, builder: ChunkBuilder, shares: FairShare, *, build_first: bool
+    ) -> None:
         self._store = store
+        self._shares = shares
         self._builder = builder
         self._build_first = build_first
 
@@ -73,6 +77,10 @@ class Admission:
             self._builder.enqueue(lookup.missing)
         return verdict
 
+    def plan(self, req: Any, state: RequestState) -> BlendPlan | None:
+        """Look a request up and return the plan it would get now; locks nothing."""
+        return _make_plan(req, state, self._look_up(req, state))
+
     def _add_plain(
         self,
         req: Any,
@@ -105,6 +113,8 @@ class Admission:
         verdict = add(req)
         if sglang.was_admitted(req, adder):
             state.plan, state.locks = plan, locks
+            for hit in lookup.hits:
+                self._shares.use(hit.key)
             state.start_admission(hits=len(lookup.hits), misses=len(lookup.missing), fallback=None)
             return verdict
         for held in locks:
@@ -199,10 +209,10 @@ def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
         or req.input_embeds is not None
         or req.positional_embed_overrides is not None
         or req.multi_item_delimiter_indices is not None
-        or req.token_indices_to_pool is not None
+        or getattr(req, "token_indices_to_pool", None) is not None
     ):
         return FallbackReason.MULTIMODAL
-    if req.beam_group is not None:
+    if getattr(req, "beam_group", None) is not None:
         return FallbackReason.BEAM_SEARCH
     return None
 

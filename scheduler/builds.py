@@ -8,16 +8,20 @@ that was built first.
 """
 
 import logging
-import secrets
-import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
-from sgl_blend.scheduler.internal_requests import is_internal, new_internal_request
+from sgl_blend.radix_ext.fair_share import FairShare
+from sgl_blend.ranks import Ranks
+from sgl_blend.scheduler.build_queue import BuildQueue
+from sgl_blend.scheduler.internal_requests import (
+    is_internal,
+    new_internal_request,
+    secret_rid_prefix,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +54,20 @@ class ChunkBuilder:
     holds no memory of the pool, so dropping it is always safe.
     """
 
-    def __init__(self, scheduler: Any, store: ChunkStore) -> None:
+    def __init__(self, scheduler: Any, store: ChunkStore, shares: FairShare, ranks: Ranks) -> None:
         self._scheduler = scheduler
+        self._shares = shares
+        self._ranks = ranks
         self._store = store
-        self._pending: OrderedDict[ChunkKey, float] = OrderedDict()  # since when, in seconds
+        self._pending = BuildQueue(_MAX_PENDING)
         self._quiet_until_s = 0.0
         self._in_flight: dict[ChunkKey, Any] = {}
         self._offer: _Offer | None = None
-        # Clients choose request ids too, and must not meet these.
-        self.rid_prefix = f"sgl-blend-build-{secrets.token_hex(8)}-"
+        self.rid_prefix = secret_rid_prefix("build", ranks)
         self._serial = 0
         self._credit = 0.0
         self._offered_last_round = False
         self.num_built = 0
-        self.num_forgotten = 0
 
     @property
     def num_pending(self) -> int:
@@ -84,13 +88,10 @@ class ChunkBuilder:
     # --- background builds ---
 
     def enqueue(self, keys: Iterable[ChunkKey]) -> None:
-        """Build chunks in the background, oldest first."""
-        for key in keys:
-            if key not in self._in_flight:
-                self._pending.setdefault(key, time.monotonic())
-        while len(self._pending) > _MAX_PENDING:
-            self._pending.popitem(last=False)
-            self.num_forgotten += 1
+        """Build chunks in the background, oldest first, tenants in turns."""
+        new = [key for key in keys if key not in self._in_flight and key not in self._pending]
+        if new:
+            self._pending.add(new, self._ranks.now())
 
     def forget_pending(self) -> None:
         """Drop all pending builds, because the cache was flushed."""
@@ -104,13 +105,13 @@ class ChunkBuilder:
 
     def keep_quiet(self) -> None:
         """Note that a prefill has just ended, and its first tokens are on their way."""
-        self._quiet_until_s = time.monotonic() + _QUIET_S
+        self._quiet_until_s = self._ranks.now() + _QUIET_S
 
     def must_keep_quiet(self, since_s: float) -> bool:
         """Tell whether background work that has waited since then must let first tokens out."""
         if self._first_tokens_are_held():
             return True
-        now = time.monotonic()
+        now = self._ranks.now()
         return now < self._quiet_until_s and now < since_s + _MAX_QUIET_S
 
     def _first_tokens_are_held(self) -> bool:
@@ -154,7 +155,7 @@ class ChunkBuilder:
         if scheduler.waiting_queue:
             if self._credit < stage.length + stage.prefix_length:
                 return False
-        elif self.must_keep_quiet(self._pending[key]):
+        elif self.must_keep_quiet(self._pending.since_s(key)):
             return False
         self._offer = _Offer(key, stage, self._new_build(stage))
         scheduler.waiting_queue.insert(0, self._offer.build)
@@ -171,21 +172,17 @@ class ChunkBuilder:
             if scheduler.waiting_queue:
                 self._credit -= len(offer.build.origin_input_ids)
             if offer.stage == offer.key:
-                self._pending.pop(offer.key, None)
+                self._pending.remove(offer.key)
             return
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req is not offer.build]
         if offer.too_large:
-            self._pending.pop(offer.key, None)
-            self.num_forgotten += 1
+            self._pending.forget(offer.key)
 
     def _next_pending(self) -> ChunkKey | None:
-        """Return the oldest chunk that is still missing; chunks stored meanwhile are dropped."""
-        while self._pending:
-            key = next(iter(self._pending))
-            if not self._store.is_complete(key):
-                return key
-            del self._pending[key]
-        return None
+        """Return the chunk whose turn it is; those stored meanwhile are dropped."""
+        while (key := self._pending.first()) is not None and self._store.is_complete(key):
+            self._pending.remove(key)
+        return key
 
     # --- builds that a request waits for ---
 
@@ -243,15 +240,12 @@ class ChunkBuilder:
         """Let a build compute its whole chunk, even if the tree holds a chunk that begins like it."""
         key: ChunkKey = build.sgl_blend_build
         limit = key.prefix_length if key.length else 0
-        if len(build.prefix_indices) <= limit:
+        if sglang.prefix_length(build) <= limit:
             return
         found = self._store.find_prefix(
             key.path, salt=key.salt, extra_key=key.extra_key, limit=limit
         )
-        build.prefix_indices, build.last_node = found.slots, found.node
-        build.last_host_node = build.best_match_node = found.node
-        build.host_hit_length = 0
-        build.kv.cache_protected_len = len(found)
+        sglang.set_prefix(build, found)
 
     def _next_stage(self, keys: list[ChunkKey]) -> list[ChunkKey]:
         """Return what to build next: the shared build prefix first, then all chunks at once."""
@@ -284,9 +278,11 @@ class ChunkBuilder:
         """
         waiting = self._scheduler.waiting_queue
         for key, build in list(self._in_flight.items()):
-            if build.finished() or not (build.kv.holds_kv or build in waiting):
+            if build.finished() or not (sglang.holds_kv(build) or build in waiting):
                 del self._in_flight[key]
-                self.num_built += bool(key.length and build.finished())
+                if key.length and build.finished():
+                    self.num_built += 1
+                    self._shares.use(key)
                 logger.debug("%s ended, %d tokens", build.rid, key.length)
 
 

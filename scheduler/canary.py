@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
-import time
 from array import array
 from collections import deque
 from dataclasses import dataclass
@@ -26,8 +24,9 @@ import torch
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.metrics import CanaryMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkStore
+from sgl_blend.ranks import Ranks
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder
-from sgl_blend.scheduler.internal_requests import new_internal_request
+from sgl_blend.scheduler.internal_requests import new_internal_request, secret_rid_prefix
 from sgl_blend.scheduler.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -119,6 +118,7 @@ class Canary:
         store: The tree, to see how far a prompt is prefilled.
         builder: Background builds, which go first and keep the machine quiet.
         metrics: Where comparisons are counted.
+        ranks: Whose clock counts, and whose comparison.
         rate: Share of the blended requests to pick, in (0, 1].
         max_kl: Largest mean KL at which blending goes on, in nats.
     """
@@ -129,6 +129,7 @@ class Canary:
         store: ChunkStore,
         builder: ChunkBuilder,
         metrics: CanaryMetrics,
+        ranks: Ranks,
         *,
         rate: float,
         max_kl: float,
@@ -137,6 +138,7 @@ class Canary:
         self._store = store
         self._builder = builder
         self._metrics = metrics
+        self._ranks = ranks
         self._rate = Fraction(str(rate))  # 0.1 ten times is 1, which floats would miss
         self._max_kl = max_kl
         self._due = Fraction(0)
@@ -147,8 +149,7 @@ class Canary:
         self._not_before_s = 0.0
         self._in_flight: _Shadow | None = None
         self._recent: deque[Comparison] = deque(maxlen=_WINDOW)
-        # Clients choose request ids too, and must not meet these.
-        self.rid_prefix = f"sgl-blend-shadow-{secrets.token_hex(8)}-"
+        self.rid_prefix = secret_rid_prefix("shadow", ranks)
         self._serial = 0
         self.tripped = False
 
@@ -184,8 +185,8 @@ class Canary:
         self._picked[req.rid] = _Shadow(
             token_ids=req.origin_input_ids,
             salt=state.client_salt,
-            extra_key=req.extra_key,
-            since_s=time.monotonic(),
+            extra_key=state.keys[0].extra_key,
+            since_s=self._ranks.now(),
             # Its KV may be evicted between two steps, but not for ever.
             steps_left=2 * num_steps + 1,
         )
@@ -216,7 +217,7 @@ class Canary:
         into the queue, or aborted.
         """
         shadow = self._in_flight
-        if shadow is None or (shadow.req.kv.holds_kv and not shadow.req.finished()):
+        if shadow is None or (sglang.holds_kv(shadow.req) and not shadow.req.finished()):
             return
         self._in_flight = None
         self._leave_queue(shadow)
@@ -240,7 +241,7 @@ class Canary:
         if not is_free or not self._pending or self._in_flight is not None:
             return
         shadow = self._pending[0]
-        if time.monotonic() < self._not_before_s or self._builder.must_keep_quiet(shadow.since_s):
+        if self._ranks.now() < self._not_before_s or self._builder.must_keep_quiet(shadow.since_s):
             return
         shadow.req = self._new_step(shadow)
         self._offer = _Offer(shadow)
@@ -282,7 +283,7 @@ class Canary:
             self._builder.rest_next_round()
             return
         self._leave_queue(offer.shadow)
-        self._not_before_s = time.monotonic() + _RETRY_S
+        self._not_before_s = self._ranks.now() + _RETRY_S
         if offer.refused:
             self._pending.remove(offer.shadow)
             self._metrics.skip()
@@ -325,7 +326,9 @@ class Canary:
     def _judge(self, shadow: _Shadow) -> None:
         assert shadow.full is not None
         assert shadow.blended is not None
-        comparison = compare(shadow.full, shadow.blended)
+        found = compare(shadow.full, shadow.blended)
+        kl, agrees = self._ranks.agree([found.kl, found.agrees])
+        comparison = Comparison(kl=kl, agrees=bool(agrees))
         self._recent.append(comparison)
         self._metrics.add(kl=comparison.kl, agrees=comparison.agrees)
         logger.debug("%s: %s", shadow.req.rid, comparison)

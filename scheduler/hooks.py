@@ -105,6 +105,13 @@ def before_release_kv_cache(req: Any, tree_cache: Any, *args: Any, **kwargs: Any
             runtime.release(req)
 
 
+def before_evict(tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+    """Let tenants below their share keep their chunks."""
+    runtime = _runtime_of(tree)
+    if runtime is not None:
+        runtime.before_evict(params.num_tokens)
+
+
 def around_flush_cache(orig: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Let background work, which clients cannot see, not stand in the way of a flush."""
     runtime = _runtime_of(scheduler)

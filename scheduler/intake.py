@@ -4,6 +4,7 @@ import itertools
 from array import array
 from typing import Any
 
+from sgl_blend import sglang_adapter as sglang
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import RequestError
 from sgl_blend.fallback import FallbackReason
@@ -56,14 +57,14 @@ class Intake:
         if recv_req.input_ids is None:
             return self._plain(recv_req, 0, FallbackReason.MULTIMODAL)
         try:
-            check_salt(recv_req.cache_salt)
+            check_salt(sglang.client_salt(recv_req))
             overrides = parse_overrides(recv_req.sampling_params.custom_params, self._config)
             prompt = locate_chunks(recv_req.input_ids, overrides.offsets, self._separator_id)
         except RequestError:
             # The tokenizer process answers these with 400. A request that came another way is
             # served in full, in a namespace that it shares with nothing but its like; ending the
             # scheduler would end everybody's requests.
-            recv_req.cache_salt = rejected_salt(recv_req.cache_salt)
+            sglang.set_salt(recv_req, rejected_salt(sglang.client_salt(recv_req)))
             return self._plain(recv_req, len(recv_req.input_ids), FallbackReason.MALFORMED)
         recv_req.input_ids = prompt.token_ids
         spans = tuple(
@@ -83,26 +84,29 @@ class Intake:
         spans: tuple[Span, ...],
         overrides: Overrides,
     ) -> RequestState:
-        client_salt = recv_req.cache_salt
+        client_salt = sglang.client_salt(recv_req)
         salt = chunk_salt(self._model, client_salt)
         prefix = self._build_prefix(prompt)
         keys = tuple(
             ChunkKey(
                 salt=salt,
-                extra_key=recv_req.extra_key,
+                extra_key=sglang.request_class(recv_req),
                 prefix=prefix,
                 tokens=prompt.token_ids[span.start : span.stop].tobytes(),
             )
             for span in spans
         )
         alone = self._config.blend_on_miss == "build"
-        recv_req.cache_salt = blend_salt(
-            self._model,
-            client_salt,
-            policy=overrides.policy,
-            ratio=overrides.ratio,
-            check_layer=self._config.blend_check_layer,
-            serial=next(self._serials) if alone else None,
+        sglang.set_salt(
+            recv_req,
+            blend_salt(
+                self._model,
+                client_salt,
+                policy=overrides.policy,
+                ratio=overrides.ratio,
+                check_layer=self._config.blend_check_layer,
+                serial=next(self._serials) if alone else None,
+            ),
         )
         return RequestState(
             num_tokens=len(prompt.token_ids),
@@ -129,7 +133,7 @@ class Intake:
             num_tokens=num_tokens,
             spans=(),
             keys=(),
-            client_salt=recv_req.cache_salt,
+            client_salt=sglang.client_salt(recv_req),
             policy=self._config.blend_policy,
             ratio=self._config.blend_recompute_ratio,
             fallback=reason,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from array import array
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
+from sgl_blend.ranks import Ranks
+
+
+def secret_rid_prefix(kind: str, ranks: Ranks) -> str:
+    """Return how ids of internal requests begin: clients choose ids too, and must not meet these."""
+    (secret,) = ranks.agree([float(secrets.randbits(52))])
+    return f"sgl-blend-{kind}-{int(secret):013x}-"
 
 
 def new_internal_request(

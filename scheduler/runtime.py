@@ -8,6 +8,7 @@ from sgl_blend import sglang_adapter as sglang
 from sgl_blend.fusor import Fusor
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.plan import Window
+from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.builds import ChunkBuilder, is_build
 from sgl_blend.scheduler.canary import Canary
@@ -26,6 +27,7 @@ class BlendRuntime:
 
     Attributes:
         intake: Reads requests.
+        admission: Plans them.
         builder: Builds missing chunks.
         canary: Compares answers with full prefill; None unless asked for.
     """
@@ -39,15 +41,17 @@ class BlendRuntime:
         canary: Canary | None,
         fusor: Fusor,
         metrics: BlendMetrics,
+        shares: FairShare,
         tree: Any,
         description: dict[str, Any],
     ) -> None:
         self.intake = intake
         self.builder = builder
         self.canary = canary
-        self._admission = admission
+        self.admission = admission
         self._fusor = fusor
         self._metrics = metrics
+        self._shares = shares
         self._tree = tree
         self._description = description
         self._planned: dict[str, RequestState] = {}
@@ -74,7 +78,7 @@ class BlendRuntime:
         state = state_of(req)
         if state is None:
             return add(req)
-        verdict = self._admission.add(req, state, adder, add)
+        verdict = self.admission.add(req, state, adder, add)
         if sglang.was_admitted(req, adder):
             self._count_step(req, state)
         return verdict
@@ -86,13 +90,14 @@ class BlendRuntime:
             self._count_step(req, state)
 
     def _count_step(self, req: Any, state: RequestState) -> None:
-        start, stop = req.extend_range.start, req.extend_range.end
+        start, stop = sglang.step_range(req)
         window = None if state.plan is None else state.plan.window(start, stop)
         last = stop >= len(sglang.fill_ids(req))
         state.count_step(start, stop, window, layers=self._fusor.layers, last=last)
         if state.plan is not None:
             self._planned[req.rid] = state
         self.builder.earn(stop - start)
+        self._shares.admit(stop - start)
         if self.canary is not None and last and not state.counted:
             self.canary.consider(req, state)
         if req.customized_info is None:
@@ -178,6 +183,10 @@ class BlendRuntime:
         state.plan = None
         self._planned.pop(req.rid, None)
 
+    def before_evict(self, num_tokens: int) -> None:
+        """Note that the tree is about to evict."""
+        self._shares.before_evict(num_tokens)
+
     # --- background work ---
 
     def begin_round(self, running_batch: Any) -> None:
@@ -197,6 +206,7 @@ class BlendRuntime:
     def forget_pending(self) -> None:
         """Drop pending background work: a flushed cache is not refilled with what was there."""
         self.builder.forget_pending()
+        self._shares.clear()
         if self.canary is not None:
             self.canary.drop_all()
 
@@ -224,5 +234,7 @@ class BlendRuntime:
             "fallbacks": dict(self._metrics.fallbacks),
             "chunks_built": self.builder.num_built,
             "chunks_pending": self.builder.num_unfinished,
+            "pool": sglang.pool_use(self._tree),
+            "chunks_protected": self._shares.num_chunks,
             "canary": None if self.canary is None else self.canary.describe(),
         }

@@ -18,6 +18,7 @@ from sgl_blend.kernels.query_attention import query_attention
 from sgl_blend.kernels.ragged_attention import RaggedBatch, plan_ragged, ragged_attention
 from sgl_blend.kernels.row_partition import complement
 from sgl_blend.policies import POLICIES, Score
+from sgl_blend.ranks import Ranks
 
 _MAX_QUESTION_ROWS = 128
 """A query-aware policy asks the last so many rows of a long question."""
@@ -114,8 +115,10 @@ class BlendAttention:
         head: HeadCopy | None,
         candidates: list[Candidates],
         batch: Any,
+        ranks: Ranks,
     ) -> None:
         self.inner = inner
+        self._ranks = ranks
         self.kept_rows: torch.Tensor | None = None
         self._check_layer = check_layer
         self._neox = neox
@@ -216,7 +219,7 @@ class BlendAttention:
                 continue
             chosen = group.chosen
             if chosen is None:
-                scores = self._score(group, fresh, forward_batch)
+                scores = self._ranks.sum(self._score(group, fresh, forward_batch))
                 chosen = POLICIES[group.policy].select(scores, group.chunk_lengths, budget)
             dropped = group.take(complement(chosen, group.rows.numel()))
             dropped_rows.append(dropped.rows)

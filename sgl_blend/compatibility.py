@@ -38,11 +38,7 @@ REFUSALS = (
     Refusal(
         "--disable-radix-cache", _is_set("disable_radix_cache"), "chunks live in the radix tree"
     ),
-    Refusal("--tp-size", _above_one("tp_size"), "selection is not yet shared between ranks"),
     Refusal("--pp-size", _above_one("pp_size"), "the check layer may lie on another stage"),
-    Refusal(
-        "--dp-size", _above_one("dp_size"), "replicas are not tested yet; start one server each"
-    ),
     Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), "row counts are padded"),
     Refusal("--attn-cp-size", _above_one("attn_cp_size"), "rows are split over ranks"),
     Refusal("--dcp-size", _above_one("dcp_size"), "rows are split over ranks"),

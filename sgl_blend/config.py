@@ -12,7 +12,7 @@ from sgl_blend.errors import ConfigError
 from sgl_blend.policies import POLICIES
 from sgl_blend.profile import load_profile
 
-ENV_VAR = "SGL_BLEND_CONFIG"
+ENV_VAR = "SGLANG_BLEND_CONFIG"
 ATTRIBUTE = "_sgl_blend"
 """Attribute of SGLang's ServerArgs that carries the settings to every process."""
 
@@ -39,6 +39,7 @@ _HELP = {
     "in full to choose tokens.",
     "blend_canary_rate": "Share of the blended requests, in [0, 1], that is prefilled in full as "
     "well when nobody waits, to compare the first token's distribution; 0: none.",
+    "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
     "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last comparisons, "
     "in nats; by Pinsker's inequality 0.5 lets at most half of the first token's probability move.",
 }
@@ -64,6 +65,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_eval: bool = False
     blend_canary_rate: float = 0.0
     blend_canary_max_kl: float = 0.5
+    blend_allow_untested: bool = False
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.blend_recompute_ratio, ConfigError)
@@ -131,7 +133,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "BlendConfig":
-        """Read the JSON object in SGL_BLEND_CONFIG; an unset variable means the defaults.
+        """Read the JSON object in SGLANG_BLEND_CONFIG; an unset variable means the defaults.
 
         For programs that build SGLang's arguments themselves (``sgl.Runtime``, ``bench_*``).
 

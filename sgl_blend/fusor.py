@@ -23,6 +23,7 @@ from sgl_blend.kernels.kv_deviation import kv_deviation
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.plan import LayerSplit, Window
 from sgl_blend.policies import POLICIES, Score
+from sgl_blend.ranks import Ranks
 from sgl_blend.rope import Rotation
 
 
@@ -33,10 +34,11 @@ class Fusor:
         layers: The model's layers and which of them selects.
     """
 
-    def __init__(self, runner: Any, rotation: Rotation, check_layer: int) -> None:
+    def __init__(self, runner: Any, rotation: Rotation, check_layer: int, ranks: Ranks) -> None:
         self.layers = LayerSplit(check_layer, runner.model_config.num_hidden_layers)
         self._runner = runner
         self._rotation = rotation
+        self._ranks = ranks
 
     def run(self, forward_batch: Any, windows: Sequence[Window | None]) -> Any:
         """Run one extend batch.
@@ -58,7 +60,7 @@ class Fusor:
             candidates = self._choose_by_full_prefill(batch, head, candidates)
         backend = self._backend(batch, head, candidates)
         num_rows = list(batch.extend_seq_lens_cpu)
-        with sglang.forward_with(backend):
+        with sglang.forward_with(backend, batch):
             done = 0
             for layer in _selecting_layers(candidates, self.layers.check):
                 backend.select_at(layer)
@@ -82,6 +84,7 @@ class Fusor:
             head=head,
             candidates=candidates,
             batch=batch,
+            ranks=self._ranks,
         )
 
     def _choose_by_full_prefill(
@@ -89,7 +92,7 @@ class Fusor:
     ) -> list[Candidates]:
         """Prefill in full first and let oracle policies choose by what it finds."""
         full = sglang.copy_batch(batch)
-        with sglang.forward_with(self._backend(full, head, [])):
+        with sglang.forward_with(self._backend(full, head, []), full):
             self._runner.forward_split_prefill(full, forward_count=self.layers.total)
         return [
             replace(group, chosen=self._choose_truly_deviating(batch, group))
@@ -104,7 +107,9 @@ class Fusor:
         scores = torch.zeros(group.rows.numel(), device=group.rows.device)
         for layer in range(self.layers.check + 1, self.layers.total):
             v_pool = pool.get_value_buffer(layer)
-            deviation = kv_deviation(v_pool[true_slots], v_pool[group.source_slots])
+            deviation = self._ranks.sum(
+                kv_deviation(v_pool[true_slots], v_pool[group.source_slots])
+            )
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return POLICIES[group.policy].select(scores, group.chunk_lengths, group.schedule[0])
 

@@ -6,6 +6,7 @@ Behind it stands the scheduler, which serves everybody and must not see what it 
 from array import array
 from typing import Any
 
+from sgl_blend import sglang_adapter as sglang
 from sgl_blend.config import BlendConfig
 from sgl_blend.request import check_salt, check_wire_types, locate_chunks, parse_overrides
 from sgl_blend.separator import Separator
@@ -31,7 +32,7 @@ class RequestGate:
         sampling_params = obj.sampling_params or {}
         custom_params = sampling_params.get("custom_params")
         check_wire_types(custom_params)
-        check_salt(getattr(obj, "cache_salt", None))
+        check_salt(sglang.client_salt(obj))
         overrides = parse_overrides(custom_params, self._config)
         if input_ids is not None:
             locate_chunks(array("q", input_ids), overrides.offsets, self._separator_id)

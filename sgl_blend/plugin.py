@@ -22,6 +22,8 @@ from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.namespaces import ModelFingerprint, architecture, fingerprint
 from sgl_blend.profile import check_architecture, load_profile
 from sgl_blend.radix_ext.chunk_store import ChunkStore
+from sgl_blend.radix_ext.fair_share import FairShare
+from sgl_blend.ranks import Ranks
 from sgl_blend.rope import check_rotation, read_rotation, rotation_errors
 from sgl_blend.scheduler import hooks
 from sgl_blend.scheduler.admission import Admission
@@ -74,6 +76,7 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
             "around",
             hooks.around_forward_raw,
         ),
+        *((target, "before", hooks.before_evict) for target in sglang.eviction_targets()),
         ("sglang.srt.mem_cache.common.release_kv_cache", "before", hooks.before_release_kv_cache),
         (
             "sglang.srt.managers.scheduler_components.weight_updater."
@@ -89,11 +92,12 @@ def hook_targets() -> list[str]:
     return [target for target, _, _ in _hook_table()]
 
 
-def check_hooks() -> None:
-    """Raise unless every hook is in place.
+def check_hooks(*, allow_untested: bool) -> sglang.Features:
+    """Raise unless every hook is in place and SGLang is of a version that was tested.
 
     Raises:
-        UnsupportedError: SGLang did not apply some of them; the message names them.
+        UnsupportedError: SGLang did not apply some of them, and the message names them; or its
+            version is unknown.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -103,7 +107,7 @@ def check_hooks() -> None:
             f"enable_blend: SGLang did not apply the hook on {', '.join(missing)}; "
             "this version is not supported, or another plugin is in the way"
         )
-    sglang.probe()
+    return sglang.check_version(allow_untested=allow_untested)
 
 
 # --- settings -----------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
         config = BlendConfig.from_settings(settings) if settings else BlendConfig.from_env()
         config = config.with_profile()
         if config.enable_blend:
-            check_hooks()
+            check_hooks(allow_untested=config.blend_allow_untested)
         made = stock(**kwargs)
         config.attach(made)
         return made
@@ -142,8 +146,9 @@ def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _after_check_server_args(result: None, server_args: Any, *args: Any, **kwargs: Any) -> None:
-    if BlendConfig.of(server_args).enable_blend:
-        check_hooks()
+    config = BlendConfig.of(server_args)
+    if config.enable_blend:
+        check_hooks(allow_untested=config.blend_allow_untested)
         check_server_args(server_args)
 
 
@@ -176,8 +181,10 @@ def _after_scheduler_init(result: None, scheduler: Any, *args: Any, **kwargs: An
     config = BlendConfig.of(scheduler.server_args)
     if not config.enable_blend:
         return
-    check_hooks()
+    found = check_hooks(allow_untested=config.blend_allow_untested)
     hooks.attach_runtime(_compose(config, scheduler), scheduler)
+    log = logger.info if found.version in sglang.TESTED_VERSIONS else logger.warning
+    log("sgl-blend: probed %s", found)
 
 
 def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
@@ -191,7 +198,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     layers = sglang.decoder_layers(runner.model)
     check_layers(layers)
     rotation = read_rotation(layers)
-    errors = rotation_errors(rotation, runner.dtype)
+    errors = rotation_errors(rotation, runner.dtype, runner.model_config.context_len)
     if not config.blend_eval:  # an evaluation is to see how wrong it is
         check_rotation(errors, runner.dtype)
     model_architecture = architecture(runner.model_config.hf_config.to_dict())
@@ -202,8 +209,10 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     model = _model_fingerprint(scheduler)
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
-    builder = ChunkBuilder(scheduler, store)
-    canary = _make_canary(config, scheduler, store, builder)
+    ranks = Ranks(sglang.rank_group())
+    shares = FairShare(store, scheduler.max_total_num_tokens)
+    builder = ChunkBuilder(scheduler, store, shares, ranks)
+    canary = _make_canary(config, scheduler, store, builder, ranks)
     runtime = BlendRuntime(
         intake=Intake(
             config,
@@ -212,11 +221,12 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
             bos_token_id=_bos_token_id(scheduler),
             canary=canary,
         ),
-        admission=Admission(store, builder, build_first=config.blend_on_miss == "build"),
+        admission=Admission(store, builder, shares, build_first=config.blend_on_miss == "build"),
         builder=builder,
         canary=canary,
-        fusor=Fusor(runner, rotation, config.blend_check_layer),
-        metrics=BlendMetrics(**_publishing(scheduler)),
+        fusor=Fusor(runner, rotation, config.blend_check_layer, ranks),
+        metrics=BlendMetrics(**_publishing(scheduler, ranks)),
+        shares=shares,
         tree=tree,
         description={
             **_describe(config, separator, model),
@@ -235,7 +245,11 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
 
 
 def _make_canary(
-    config: BlendConfig, scheduler: Any, store: ChunkStore, builder: ChunkBuilder
+    config: BlendConfig,
+    scheduler: Any,
+    store: ChunkStore,
+    builder: ChunkBuilder,
+    ranks: Ranks,
 ) -> Canary | None:
     if config.blend_canary_rate == 0:
         return None
@@ -243,17 +257,18 @@ def _make_canary(
         scheduler,
         store,
         builder,
-        CanaryMetrics(**_publishing(scheduler)),
+        CanaryMetrics(**_publishing(scheduler, ranks)),
+        ranks,
         rate=config.blend_canary_rate,
         max_kl=config.blend_canary_max_kl,
     )
 
 
-def _publishing(scheduler: Any) -> dict[str, Any]:
+def _publishing(scheduler: Any, ranks: Ranks) -> dict[str, Any]:
     """Return where figures go: to Prometheus too, if the server publishes its own."""
     args = scheduler.server_args
     return {
-        "publish": bool(args.enable_metrics),
+        "publish": bool(args.enable_metrics) and ranks.is_first,
         "labels": {"model_name": str(args.served_model_name)},
     }
 

@@ -62,14 +62,14 @@ def read_rotation(layers: list[Any]) -> Rotation:
         )
     if any(embedding is not first for embedding in embeddings):
         raise UnsupportedError("enable_blend: decoder layers with different rotary embeddings")
-    if not hasattr(first, "cos_sin_cache") or first.position_start != 0:
+    if not hasattr(first, "cos_sin_cache") or getattr(first, "position_start", 0) != 0:
         raise UnsupportedError(f"enable_blend: {kind} without a plain cos/sin table")
     if isinstance(getattr(first, "scaling_factors", None), list) and len(first.scaling_factors) > 1:
         raise UnsupportedError("enable_blend: linear RoPE scaling with more than one factor")
     return Rotation(embedding=first, neox=bool(first.is_neox_style))
 
 
-def rotation_errors(rotation: Rotation, dtype: torch.dtype) -> dict[int, float]:
+def rotation_errors(rotation: Rotation, dtype: torch.dtype, num_positions: int) -> dict[int, float]:
     """Compare moved keys with keys that the model's own module rotates in place.
 
     Random keys are rotated by the module for a few positions, moved by ``between`` and
@@ -78,15 +78,17 @@ def rotation_errors(rotation: Rotation, dtype: torch.dtype) -> dict[int, float]:
     Args:
         rotation: What is to be checked.
         dtype: The model's; keys are rounded to it before and after they are moved.
+        num_positions: Tokens of the longest prompt; SGLang's table may be longer, and is not
+            always right there.
 
     Returns:
         Relative error |moved - true| / |true| by distance: 1, 1,000 and 30,000 tokens as far as the
-        table reaches, and the largest distance it holds.
+        longest prompt reaches, and the largest distance in it.
     """
     module = rotation.embedding
     device = module.cos_sin_cache.device
     old = torch.tensor(_CHECKED_FROM, device=device)
-    farthest = module.cos_sin_cache.shape[0] - 1 - max(_CHECKED_FROM)
+    farthest = min(module.cos_sin_cache.shape[0], num_positions) - 1 - max(_CHECKED_FROM)
     generator = torch.Generator().manual_seed(0)
     shape = (len(_CHECKED_FROM), module.head_size)
     raw = torch.randn(shape, generator=generator).to(device, dtype)

@@ -7,6 +7,8 @@ module's boundary is typed by our own classes.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,32 +20,112 @@ import torch
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.row_partition import first_rows
 
+TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
 
-def probe() -> None:
-    """Check that this SGLang has the shapes this module relies on.
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """Which of its spellings an SGLang uses; code paths follow these, never the version.
+
+    Attributes:
+        version: For messages only.
+        match_has_slots: A tree match names its slots, and a request its prefix slots; otherwise both
+            give a length, and slots are read off the path to a node.
+        keys_have_salt: A tree key has a cache salt beside the extra key; otherwise the extra key is
+            the whole namespace.
+        extend_is_range: A request names its prefill step as a range; otherwise by its end.
+        kv_has_owner: A request's KV record tells whether it holds slots, and how many of them are
+            the tree's; otherwise the request does.
+        context_takes_batch: A forward context wants the batch too.
+        residual_writer: Function that puts a hidden state back into a batch with a residual stream;
+            None where there is no such stream.
+    """
+
+    version: str
+    match_has_slots: bool
+    keys_have_salt: bool
+    extend_is_range: bool
+    kv_has_owner: bool
+    context_takes_batch: bool
+    residual_writer: str | None
+
+
+@functools.cache
+def features() -> Features:
+    """Probe the installed SGLang.
 
     Raises:
-        UnsupportedError: It has not; the message names the missing piece.
+        UnsupportedError: It has none of the spellings that this module knows; the message names
+            what is missing.
     """
+    import sglang
+    from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
     from sglang.srt.managers.schedule_policy import PrefillAdder
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
-    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+    from sglang.srt.mem_cache import memory_pool
+    from sglang.srt.mem_cache.base_prefix_cache import (
+        BasePrefixCache,
+        IncLockRefResult,
+        MatchResult,
+    )
     from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.model_executor import forward_context
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    has_slots = "device_indices" in MatchResult._fields
+    has_lengths = "device_prefix_len" in MatchResult._fields
+    key_slots = RadixKey.__slots__
+    writers = _residual_writers()
     wanted = {
-        "MatchResult.device_indices": "device_indices" in getattr(MatchResult, "_fields", ()),
-        "RadixKey(cache_salt=)": "cache_salt" in RadixKey.__init__.__code__.co_varnames,
-        "BasePrefixCache.insert_req": hasattr(BasePrefixCache, "insert_req"),
+        "MatchResult.device_indices or .device_prefix_len": has_slots or has_lengths,
+        "BasePrefixCache.path_device_indices": has_slots
+        or hasattr(BasePrefixCache, "path_device_indices"),
+        "IncLockRefResult.to_dec_params": hasattr(IncLockRefResult, "to_dec_params"),
+        "RadixKey.extra_key": "extra_key" in key_slots,
         "PrefillAdder.add_chunked_req": hasattr(PrefillAdder, "add_chunked_req"),
         "ModelRunner.forward_split_prefill": hasattr(ModelRunner, "forward_split_prefill"),
-        "KVWriteLoc": KVWriteLoc is not None,
+        "memory_pool.KVWriteLoc": hasattr(memory_pool, "KVWriteLoc"),
+        "residual.batch.written or .set_written": writers is None or bool(writers),
     }
     missing = [name for name, there in wanted.items() if not there]
     if missing:
         raise UnsupportedError(
-            f"enable_blend: this SGLang has no {', '.join(missing)}; supported is 0.5.21"
+            f"enable_blend: SGLang {sglang.__version__} has no {', '.join(missing)}; "
+            f"supported are {', '.join(TESTED_VERSIONS)}"
         )
+    return Features(
+        version=sglang.__version__,
+        match_has_slots=has_slots,
+        keys_have_salt="cache_salt" in key_slots,
+        extend_is_range=hasattr(Req, "set_extend_range"),
+        kv_has_owner=hasattr(ReqKvInfo, "holds_kv"),
+        context_takes_batch="forward_batch"
+        in inspect.signature(forward_context.forward_context).parameters,
+        residual_writer=writers[0] if writers else None,
+    )
+
+
+def _residual_writers() -> list[str] | None:
+    """Return the names SGLang has for putting a hidden state back; None without residual streams."""
+    try:
+        from sglang.srt.layers.layer_boundary.residual import batch
+    except ImportError:
+        return None
+    return [name for name in ("written", "set_written") if hasattr(batch, name)]
+
+
+def check_version(*, allow_untested: bool) -> Features:
+    """Probe the installed SGLang and refuse a version that was never tested, unless that is wanted.
+
+    Raises:
+        UnsupportedError: The version is not known, or lacks what blending needs.
+    """
+    found = features()
+    if found.version not in TESTED_VERSIONS and not allow_untested:
+        raise UnsupportedError(
+            f"enable_blend: SGLang {found.version} was not tested; use one of "
+            f"{', '.join(TESTED_VERSIONS)}, or add --blend-allow-untested"
+        )
+    return found
 
 
 # --- radix tree ---------------------------------------------------------------------------------
@@ -85,9 +167,15 @@ def match(
     from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-    key = RadixKey(token_ids=token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
+    if features().keys_have_salt:
+        key = RadixKey(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
+    else:
+        key = RadixKey(token_ids, extra_key=salt or None, limit=limit)
     result = tree.match_prefix(MatchPrefixParams(key=key))
-    return TreeMatch(result.device_indices, result.last_device_node)
+    node = result.last_device_node
+    if features().match_has_slots:
+        return TreeMatch(result.device_indices, node)
+    return TreeMatch(tree.path_device_indices(node)[: result.device_prefix_len], node)
 
 
 def lock(tree: Any, node: Any) -> TreeLock:
@@ -100,7 +188,56 @@ def unlock(tree: Any, held: TreeLock) -> None:
     tree.dec_lock_ref(held.node, held.receipt)
 
 
+def eviction_targets() -> list[str]:
+    """Return the methods through which SGLang's trees evict; the first argument but self says what."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    unified = "_evict" if hasattr(UnifiedRadixCache, "_evict") else "evict"
+    return [
+        f"sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.{unified}",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
+    ]
+
+
+def pool_use(tree: Any) -> dict[str, int]:
+    """Return how many slots of the KV pool are free, evictable and locked by the tree, and all."""
+    allocator = tree.token_to_kv_pool_allocator
+    return {
+        "capacity": int(allocator.size),
+        "free": int(allocator.available_size()),
+        "evictable": int(tree.evictable_size()),
+        "locked": int(tree.protected_size()),
+    }
+
+
+def evictable_tokens(tree: Any) -> int:
+    """Return how many tokens a tree could evict."""
+    return int(tree.evictable_size())
+
+
 # --- requests -----------------------------------------------------------------------------------
+
+
+def client_salt(request: Any) -> str | None:
+    """Return the namespace that a client's request names.
+
+    Args:
+        request: SGLang's GenerateReqInput or TokenizedGenerateReqInput.
+    """
+    name = "cache_salt" if features().keys_have_salt else "extra_key"
+    salt: str | None = getattr(request, name, None)
+    return salt
+
+
+def set_salt(request: Any, salt: str | None) -> None:
+    """Move a TokenizedGenerateReqInput to another namespace."""
+    setattr(request, "cache_salt" if features().keys_have_salt else "extra_key", salt)
+
+
+def request_class(request: Any) -> str | None:
+    """Return what sets a TokenizedGenerateReqInput apart from others beside its salt."""
+    extra_key: str | None = request.extra_key if features().keys_have_salt else None
+    return extra_key
 
 
 def new_prefill_request(
@@ -118,16 +255,20 @@ def new_prefill_request(
 
     sampling = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
     sampling.normalize(None)
+    namespace = (
+        {"extra_key": extra_key, "cache_salt": salt}
+        if features().keys_have_salt
+        else {"extra_key": salt}
+    )
     return Req(
         rid,
         "",
         token_ids,
         sampling,
-        extra_key=extra_key,
-        cache_salt=salt,
         vocab_size=vocab_size,
         priority=priority,
         eos_token_ids=set(),
+        **namespace,
     )
 
 
@@ -160,7 +301,33 @@ def fill_ids(req: Any) -> array[int]:
 
 def prefix_length(req: Any) -> int:
     """Return how many tokens the radix tree gives the request."""
-    return len(req.prefix_indices)
+    return len(req.prefix_indices) if features().match_has_slots else int(req.prefix_len)
+
+
+def set_prefix(req: Any, found: TreeMatch) -> None:
+    """Give a request that is not admitted yet another prefix of the tree."""
+    if features().match_has_slots:
+        req.prefix_indices = found.slots
+    else:
+        req.prefix_len = len(found)
+    req.last_node = req.last_host_node = req.best_match_node = found.node
+    req.host_hit_length = 0
+    owner = req.kv if features().kv_has_owner else req
+    owner.cache_protected_len = len(found)
+
+
+def step_range(req: Any) -> tuple[int, int]:
+    """Return first and last-but-one position of the prefill step that was admitted."""
+    if features().extend_is_range:
+        return req.extend_range.start, req.extend_range.end
+    return req.prefix_len, req.extend_end
+
+
+def holds_kv(req: Any) -> bool:
+    """Tell whether a request owns slots of the pool."""
+    if features().kv_has_owner:
+        return bool(req.kv.holds_kv)
+    return req.req_pool_idx is not None
 
 
 def was_aborted(req: Any) -> bool:
@@ -184,7 +351,14 @@ def is_alone(adder: Any) -> bool:
 def fits_whole(req: Any, adder: Any) -> bool:
     """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
     left = adder.rem_chunk_tokens
-    return left is None or len(req.origin_input_ids) - len(req.prefix_indices) <= left
+    return left is None or len(req.origin_input_ids) - prefix_length(req) <= left
+
+
+def rank_group() -> Any:
+    """Return SGLang's group of tensor-parallel ranks."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -213,11 +387,12 @@ def decoder_layers(model: Any) -> list[Any]:
 
 
 @contextmanager
-def forward_with(backend: Any) -> Iterator[None]:
-    """Let RadixAttention of this forward call the given backend."""
+def forward_with(backend: Any, batch: Any) -> Iterator[None]:
+    """Let RadixAttention of this batch's forward call the given backend."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-    with forward_context(ForwardContext(attn_backend=backend)):
+    more = {"forward_batch": batch} if features().context_takes_batch else {}
+    with forward_context(ForwardContext(attn_backend=backend), **more):
         yield
 
 
@@ -253,7 +428,7 @@ def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> No
         torch.tensor(first_rows(rows_per_request), dtype=torch.int32), device
     )
     batch.extend_num_tokens = sum(rows_per_request)
-    batch.global_num_token_non_padded_cpu = batch.extend_num_tokens
+    _set_num_tokens(batch)
     if batch.extend_logprob_start_lens_cpu is not None:
         # Removed rows lie before every row whose logprob is wanted (BlendPlan.computed_from).
         batch.extend_logprob_start_lens_cpu = [
@@ -273,11 +448,13 @@ def advance_prefix(batch: Any, tokens: list[int]) -> None:
 
 def take_hidden_rows(batch: Any, rows: torch.Tensor) -> None:
     """Keep only some rows of the hidden state between two layers, in place."""
-    if batch.residual_stream is not None:
+    writer = features().residual_writer
+    if writer is not None and batch.residual_stream is not None:
         from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
 
         hidden = residual_batch.fold(batch.hidden_states, batch)
-        batch.hidden_states = residual_batch.written(hidden.index_select(0, rows), batch)
+        write = getattr(residual_batch, writer)
+        batch.hidden_states = write(hidden.index_select(0, rows), batch)
         return
     batch.hidden_states = batch.hidden_states.index_select(0, rows)
     if batch.residual is not None:
@@ -302,11 +479,11 @@ def take_requests(forward_batch: Any, indices: list[int]) -> Any:
         "extend_seq_lens",
         "extend_prefix_lens",
     ):
-        value = getattr(forward_batch, name)
+        value = getattr(forward_batch, name, None)
         if value is not None:
             setattr(batch, name, value.index_select(0, chosen))
     for name in ("seq_lens_cpu", "req_pool_indices_cpu"):
-        value = getattr(forward_batch, name)
+        value = getattr(forward_batch, name, None)
         if value is not None:
             setattr(batch, name, value[indices])
     for name in (
@@ -319,7 +496,7 @@ def take_requests(forward_batch: Any, indices: list[int]) -> Any:
         "token_ids_logprobs",
         "mm_inputs",
     ):
-        value = getattr(forward_batch, name)
+        value = getattr(forward_batch, name, None)
         if value is not None:
             setattr(batch, name, [value[i] for i in indices])
     batch.batch_size = len(indices)
@@ -328,8 +505,14 @@ def take_requests(forward_batch: Any, indices: list[int]) -> Any:
         torch.tensor(first_rows([lengths[i] for i in indices]), dtype=torch.int32), device
     )
     batch.extend_num_tokens = int(rows.shape[0])
-    batch.global_num_token_non_padded_cpu = batch.extend_num_tokens
+    _set_num_tokens(batch)
     return batch
+
+
+def _set_num_tokens(batch: Any) -> None:
+    for name in ("global_num_token_non_padded_cpu", "num_token_non_padded_cpu"):
+        if hasattr(batch, name):
+            setattr(batch, name, batch.extend_num_tokens)
 
 
 def join_outputs(outputs: list[tuple[list[int], Any]]) -> Any:

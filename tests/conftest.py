@@ -9,6 +9,7 @@ settings.load_profile("sgl_blend")
 _FOREIGN_WARNINGS = (
     r"ignore:.torch\.jit\.script_method. is deprecated:DeprecationWarning:torch\.jit\._script",
     r"ignore:builtin type Swig\w+ has no __module__ attribute:DeprecationWarning",
+    r"ignore:Triton is not supported on current platform:UserWarning",
     r"ignore:Only .* support:UserWarning:sglang\.srt\.layers\.quantization",
 )
 

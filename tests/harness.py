@@ -14,6 +14,7 @@ import random
 import time
 import traceback
 from array import array
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,21 +87,39 @@ def _stock_if_absent(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+def _start_scheduler(server_args: Any, ports: Any, rank: int) -> Any:
+    """Do what SGLang's run_scheduler_process does before its event loop, in every version.
+
+    The rank is the tensor-parallel one; all others are 0.
+    """
+    from sglang.srt import runtime_context
+    from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
+
+    if hasattr(runtime_context, "SpawnRanks"):
+        ranks = runtime_context.SpawnRanks(world_rank=rank, gpu_id=rank)
+        runtime_context.publish(server_args, role="scheduler", ranks=ranks)
+        configure_scheduler_process(server_args, rank)
+        return Scheduler(server_args, ports)
+    ranks_of_one = (rank, 0, 0, 0, 0, None)
+    configure_scheduler_process(server_args, rank, *ranks_of_one)
+    runtime_context.publish(server_args, role="scheduler")
+    return Scheduler(server_args, ports, rank, *ranks_of_one)
+
+
 class Driver:
     """Holds the scheduler in the worker process."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any], rank: int = 0) -> None:
         import torch
         import zmq
         from sglang.srt.entrypoints.engine import Engine as SGLangEngine
-        from sglang.srt.managers.scheduler import Scheduler, configure_scheduler_process
         from sglang.srt.plugins import load_plugins
-        from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs
 
         load_plugins()
         server_args = SGLangEngine.server_args_class(**_stock_if_absent(settings))
-        server_args.resolve_once()
+        if hasattr(server_args, "resolve_once"):
+            server_args.resolve_once()
         server_args.check_server_args()
         ports = PortArgs.init_new(server_args)
         context: Any = zmq.Context.instance()
@@ -109,22 +128,37 @@ class Driver:
             sink = context.socket(zmq.PULL)
             sink.bind(name)
             self._sinks.append(sink)
-        publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
-        configure_scheduler_process(server_args, 0)
-        self.scheduler = Scheduler(server_args, ports)
+        self.scheduler = _start_scheduler(server_args, ports, rank)
         torch.set_num_threads(1)  # SGLang took all; tiny matrices only wait for each other
         runtime = getattr(self.scheduler, "sgl_blend", None)
         owners = () if runtime is None else (runtime.builder, runtime.canary)
         self._internal = tuple(owner.rid_prefix for owner in owners if owner is not None)
         self.num_batches = 0
+        if self.scheduler.enable_overlap:  # what run_event_loop does on a CPU
+            self.scheduler.result_queue = deque()
+            self.scheduler.schedule_stream = self.scheduler.device_module.Stream(priority=0)
+            self.scheduler.schedule_stream.synchronize = lambda: None
         self._serial = 0
 
     # --- requests ---
 
     def submit(self, prompt: Prompt) -> Any:
         """Hand a request to the scheduler as its receive loop would, and return SGLang's Req."""
+        return self.hand_over(self.receive(prompt))
+
+    def hand_over(self, received: Any) -> Any:
+        """Hand the scheduler what the tokenizer process sent, and return SGLang's Req."""
+        self.scheduler.handle_generate_request(received)
+        found = [req for req in self.scheduler.waiting_queue if req.rid == received.rid]
+        assert found, "the scheduler did not queue the request"
+        return found[0]
+
+    def receive(self, prompt: Prompt) -> Any:
+        """Return a request as the tokenizer process sends it."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
+
+        from sgl_blend import sglang_adapter
 
         self._serial += 1
         rid = f"test-{self._serial}"
@@ -151,13 +185,10 @@ class Driver:
             top_logprobs_num=VOCAB_SIZE if prompt.logprobs else 0,
             token_ids_logprob=None,
             stream=False,
-            cache_salt=prompt.salt,
             priority=prompt.priority,
         )
-        self.scheduler.handle_generate_request(received)
-        found = [req for req in self.scheduler.waiting_queue if req.rid == rid]
-        assert found, "the scheduler did not queue the request"
-        return found[0]
+        sglang_adapter.set_salt(received, prompt.salt)
+        return received
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
         """Submit requests at once, run until all are done, and return their answers."""
@@ -197,14 +228,33 @@ class Driver:
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
         scheduler.cur_batch_for_debug = batch
-        if batch:
+        self.num_batches += bool(batch)
+        if scheduler.enable_overlap:
+            self._run_overlapped(batch)
+        elif batch:
             scheduler.process_batch_result(batch, scheduler.run_batch(batch))
-            self.num_batches += 1
         else:
             scheduler.on_idle()
         scheduler.last_batch = batch
         self._drain()
         return bool(batch)
+
+    def _run_overlapped(self, batch: Any) -> None:
+        """Launch a batch before the result of the last one is looked at, as SGLang does by default."""
+        scheduler = self.scheduler
+        at_once = scheduler.is_disable_overlap_for_batch(batch, last_batch=scheduler.last_batch)
+        if at_once:
+            scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        result = None
+        if batch:
+            result = scheduler.run_batch(batch)
+            scheduler.result_queue.append((batch.copy(), result))
+        if scheduler.last_batch:
+            if not at_once:
+                scheduler.process_batch_result(*scheduler.result_queue.popleft())
+        elif batch is None:
+            scheduler.on_idle()
+        scheduler.launch_batch_sample_if_needed(result, batch)
 
     def run_until(self, done: Callable[[], bool], limit: int = 5000) -> None:
         for _ in range(limit):
@@ -279,20 +329,25 @@ class Driver:
 class Engine:
     """A worker process with a Driver, from the test's side."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
+    def __init__(self, model: Path, *, rank: int = 0, wait: bool = True, **settings: Any) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(far_end, {"model_path": str(model), **settings}), daemon=True
+            target=_serve, args=(far_end, {"model_path": str(model), **settings}, rank), daemon=True
         )
         self._process.start()
         far_end.close()
-        self._receive()
+        if wait:
+            self.receive()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run function(driver, *args) in the worker and return what it returns."""
+        self.send(function, *args)
+        return self.receive()
+
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
+        """Begin a call and do not wait for it."""
         self._pipe.send((function, args))
-        return self._receive()
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
         answers: list[Answer] = self.call(_ask, *prompts)
@@ -313,7 +368,8 @@ class Engine:
             self._process.join()
         self._pipe.close()
 
-    def _receive(self) -> Any:
+    def receive(self) -> Any:
+        """Wait for the start or for the call that was sent last, and return its result."""
         try:
             error, result = self._pipe.recv()
         except EOFError:
@@ -321,6 +377,26 @@ class Engine:
         if error is not None:
             raise AssertionError(f"in the scheduler process:\n{error}")
         return result
+
+
+class Ranks:
+    """The workers of one tensor-parallel engine, which must do everything together."""
+
+    def __init__(self, model: Path, size: int, port: int, **settings: Any) -> None:
+        together = {"tp_size": size, "nccl_port": port, **settings}
+        self.engines = [Engine(model, rank=rank, wait=False, **together) for rank in range(size)]
+        for engine in self.engines:
+            engine.receive()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Run function(driver, *args) in all workers and return each one's result."""
+        for engine in self.engines:
+            engine.send(function, *args)
+        return [engine.receive() for engine in self.engines]
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
 
 
 def _ask(driver: Driver, *prompts: Prompt) -> list[Answer]:
@@ -332,12 +408,12 @@ def _settle_and_flush(driver: Driver) -> None:
     driver.flush()
 
 
-def _serve(pipe: Any, settings: dict[str, Any]) -> None:
+def _serve(pipe: Any, settings: dict[str, Any], rank: int) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
     try:
-        driver = Driver(settings)
+        driver = Driver(settings, rank)
     except BaseException:  # noqa: BLE001 - whatever it is, the test process must see it
         pipe.send((traceback.format_exc(), None))
         os._exit(1)
@@ -349,6 +425,11 @@ def _serve(pipe: Any, settings: dict[str, Any]) -> None:
         except BaseException:  # noqa: BLE001 - as above
             pipe.send((traceback.format_exc(), None))
     os._exit(0)
+
+
+def namespace_of(req: Any) -> str:
+    """Return the namespace that SGLang caches a request in, in every version."""
+    return getattr(req, "cache_salt", None) or req.extra_key or ""
 
 
 def random_tokens(seed: int, length: int) -> list[int]:

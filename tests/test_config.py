@@ -95,6 +95,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_eval": False,
         "blend_canary_rate": 0.0,
         "blend_canary_max_kl": 0.5,
+        "blend_allow_untested": False,
     }
 
 
@@ -152,7 +153,7 @@ def test_an_unset_variable_means_the_defaults() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "1", '"on"', "null", "{'enable_blend': true}"])
 def test_a_variable_that_holds_no_json_object_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^SGL_BLEND_CONFIG: "):
+    with pytest.raises(ConfigError, match=r"^SGLANG_BLEND_CONFIG: "):
         BlendConfig.from_env({ENV_VAR: text})
 
 

@@ -11,6 +11,7 @@ from harness import (
     Engine,
     Prompt,
     largest_difference,
+    namespace_of,
     rag_prompt,
     random_tokens,
 )
@@ -247,7 +248,7 @@ def _kv_of_blended(driver: Driver, prompt: Prompt, length: int) -> list[tuple[to
     from sgl_blend.namespaces import blend_salt
 
     req = driver.submit(prompt)
-    salt = req.cache_salt
+    salt = namespace_of(req)
     driver.run_until(req.finished)
     description = driver.runtime.describe()
     assert salt.startswith(
@@ -284,7 +285,7 @@ def _reused_and_stored(driver: Driver, prompt: Prompt, chunk: list[int]) -> tupl
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     req = driver.submit(prompt)
-    salt = req.cache_salt
+    salt = namespace_of(req)
     driver.run_until(req.finished)
     config = driver.scheduler.model_config.hf_config
     kind = config.rope_parameters["rope_type"]

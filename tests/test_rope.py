@@ -136,13 +136,19 @@ def test_moved_keys_agree_with_the_models_own_rotation(
 ) -> None:
     rope = get_rope(64, 64, 40_000, 10_000, neox, scaling, dtype)
 
-    errors = rotation_errors(read_rotation(layers_of(rope)), dtype)
-
     rows = rope.cos_sin_cache.shape[0]
+    errors = rotation_errors(read_rotation(layers_of(rope)), dtype, rows + 7)
+
     limit = rows - 62  # 61 is the farthest position that the check starts from
     assert list(errors) == [delta for delta in (1, 1_000, 30_000) if delta < limit] + [limit]
     assert all(0 < error < torch.finfo(dtype).eps for error in errors.values())
     check_rotation(errors, dtype)
+
+
+def test_no_key_is_moved_farther_than_the_longest_prompt() -> None:
+    rope = get_rope(64, 64, 40_000, 10_000, True, None, torch.float32)
+    errors = rotation_errors(read_rotation(layers_of(rope)), torch.float32, 5_000)
+    assert list(errors) == [1, 1_000, 5_000 - 62]
 
 
 def _without_scaling(rotation: Rotation, old: Any, new: Any) -> Any:
@@ -168,7 +174,7 @@ def test_a_wrong_rotation_is_refused(
     rope = get_rope(64, 64, 40_000, 10_000, True, LLAMA3, dtype)
     monkeypatch.setattr(rope_module.Rotation, "between", sabotage)
 
-    errors = rotation_errors(read_rotation(layers_of(rope)), dtype)
+    errors = rotation_errors(read_rotation(layers_of(rope)), dtype, 40_000)
 
     with pytest.raises(UnsupportedError, match=r"off by .* this model must not be blended"):
         check_rotation(errors, dtype)
@@ -177,7 +183,7 @@ def test_a_wrong_rotation_is_refused(
 def test_neighbours_taken_for_halves_are_refused() -> None:
     rotation = Rotation(make_rope(neox=True), neox=False)
     with pytest.raises(UnsupportedError, match="must not be blended"):
-        check_rotation(rotation_errors(rotation, torch.float32), torch.float32)
+        check_rotation(rotation_errors(rotation, torch.float32, 2000), torch.float32)
 
 
 def test_an_error_that_is_no_number_is_refused() -> None:

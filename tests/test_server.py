@@ -22,6 +22,7 @@ from tiny_models import make_model, make_text_model
 pytestmark = pytest.mark.engine
 
 SEP = "<|reserved_0|>"
+RESERVED = "sgl-blend:c:0123:"
 CPU_FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
@@ -319,7 +320,7 @@ def test_malformed_parameters_are_400_on_the_openai_api(server: Server) -> None:
 
 
 def test_a_reserved_cache_salt_is_400(server: Server) -> None:
-    body = {"text": "hello", "cache_salt": "sgl-blend:c:0123:", "sampling_params": {}}
+    body = {"text": "hello", "cache_salt": RESERVED, "extra_key": RESERVED, "sampling_params": {}}
     status, answer = server.request("/generate", body)
     assert status == 400, answer
 

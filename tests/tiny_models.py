@@ -97,6 +97,31 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
     return path
 
 
+def make_slim_model(folder: Path) -> Path:
+    """Write a model whose KV takes so little memory that a pool can hold fifty million tokens."""
+    import torch
+    import transformers
+
+    path = folder / "slim"
+    if (path / "model.safetensors").is_file():
+        return path
+    config = transformers.LlamaConfig(
+        **{
+            **_COMMON,
+            "vocab_size": 120_000,
+            "hidden_size": 16,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "head_dim": 4,
+            "max_position_embeddings": 32768,
+        }
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
 def make_text_model(kind: str, folder: Path) -> Path:
     """Make a model that also reads and writes text; return its folder."""
     path = make_model(kind, folder)

@@ -1,0 +1,173 @@
+"""What it costs to find the chunks of a prompt, with 100,000 of them stored.
+
+SGLang's own tree in a real scheduler holds the chunks. They are inserted with slots from the server's
+allocator and without a prefill: where bytes lie matters to a match, what they are does not. Then
+prompts of about 8,000 tokens, 16 stored chunks in random order behind the system prompt, are read and
+looked up as at admission, among them some whose chunks are missing or only begin like a stored one.
+
+    .venv/bin/python benchmarks/match.py [--json benchmarks/results/match.json]
+
+Printed and written: intake (markers, identities) and lookup (all matches and the plan), p50 and p99
+in milliseconds, and the bytes of metadata that sgl-blend holds per protected chunk. Exit status 1 if
+the p99 of a lookup is not below 1 ms.
+"""
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import time
+import tracemalloc
+from array import array
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from harness import Driver, Engine, Prompt  # noqa: E402
+from tiny_models import make_slim_model  # noqa: E402
+
+CHUNK_TOKENS = 480
+SYSTEM_TOKENS = 200
+CHUNKS_PER_PROMPT = 16
+BOUND_MS = 1.0
+
+
+def _draw_tokens(draw: random.Random, length: int) -> array[int]:
+    return array("q", (draw.randrange(8, 120_000) for _ in range(length)))
+
+
+def _chunk(number: int) -> array[int]:
+    return _draw_tokens(random.Random(number), CHUNK_TOKENS)
+
+
+def store_chunks(driver: Driver, system: array[int], count: int) -> None:
+    """Insert chunks behind the system prompt, as finished builds do."""
+    import torch
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tree = driver.scheduler.tree_cache
+    allocator = driver.scheduler.token_to_kv_pool_allocator
+    salt = driver.chunk_salt()
+    head = allocator.alloc(len(system))
+    for number in range(count):
+        path = array("q", system)
+        path.extend(_chunk(number))
+        slots = torch.cat([head, allocator.alloc(CHUNK_TOKENS)])
+        key = RadixKey(path, cache_salt=salt)
+        stored = len(system) if number else 0
+        tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=stored))
+
+
+def measure(driver: Driver, count: int, prompts: int) -> dict[str, Any]:
+    """Store the chunks and look prompts up; runs in the scheduler's process."""
+    draw = random.Random(7)
+    system = _draw_tokens(draw, SYSTEM_TOKENS)
+    start = time.perf_counter()
+    store_chunks(driver, system, count)
+    stored_s = time.perf_counter() - start
+    intake, lookup, hits = [], [], 0
+    for number in range(prompts):
+        received = make_request(driver, draw, system, count, number)
+        start = time.perf_counter()
+        state = driver.runtime.intake.read(received)
+        read = time.perf_counter()
+        req = bare_request(driver, received)
+        begun = time.perf_counter()
+        found = driver.runtime.admission.plan(req, state)
+        done = time.perf_counter()
+        intake.append(1e3 * (read - start))
+        lookup.append(1e3 * (done - begun))
+        hits += 0 if found is None else len(found.spans)
+    return {
+        "chunks": count,
+        "stored_in_s": stored_s,
+        "prompt_tokens": len(req.origin_input_ids),
+        "chunks_hit_per_prompt": hits / prompts,
+        "intake_ms": quantiles(intake),
+        "lookup_ms": quantiles(lookup),
+        "metadata_bytes_per_chunk": metadata_bytes(driver, system),
+    }
+
+
+def make_request(
+    driver: Driver, draw: random.Random, system: array[int], count: int, number: int
+) -> Any:
+    """Return a request as the tokenizer process sends it."""
+    chunks = [_chunk(draw.randrange(count)) for _ in range(CHUNKS_PER_PROMPT)]
+    if number % 4 == 1:
+        chunks[3] = _draw_tokens(draw, CHUNK_TOKENS)  # a miss
+    if number % 4 == 2:
+        chunks[5] = chunks[5][:300] + _draw_tokens(draw, CHUNK_TOKENS - 300)  # half a hit
+    segments = [system.tolist(), *(chunk.tolist() for chunk in chunks)]
+    segments.append(_draw_tokens(draw, 40).tolist())
+    prompt = Prompt(segments, list(range(1, 1 + len(chunks))), logprobs=False)
+    return driver.receive(prompt)
+
+
+def bare_request(driver: Driver, received: Any) -> Any:
+    """Return SGLang's Req for it, as it stands in the waiting queue."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    vocab_size = driver.scheduler.model_config.vocab_size
+    tokens, sampling = received.input_ids, received.sampling_params
+    req = Req(received.rid, "", tokens, sampling, vocab_size=vocab_size)
+    req.full_untruncated_fill_ids = tokens
+    return req
+
+
+def metadata_bytes(driver: Driver, system: array[int]) -> float:
+    """Return the bytes that the fair shares hold per chunk."""
+    from sgl_blend.radix_ext.chunk_store import ChunkKey
+
+    shares = driver.runtime._shares
+    prefix = system.tobytes()
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    count = 2000
+    for number in range(count):
+        tokens = _chunk(number).tobytes()
+        shares.use(ChunkKey(driver.chunk_salt(), None, prefix, tokens))
+    used = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    shares.clear()
+    return used / count
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    return {"p50": statistics.median(values), "p99": statistics.quantiles(values, n=100)[98]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--chunks", type=int, default=100_000)
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "match.json")
+    args = parser.parse_args()
+    tokens = args.chunks * CHUNK_TOKENS + 100_000
+    engine = Engine(
+        make_slim_model(ROOT / "build" / "models"),
+        enable_blend=True,
+        max_total_tokens=tokens,
+        max_running_requests=4,
+        context_length=16384,
+        blend_check_layer=1,
+    )
+    try:
+        found = engine.call(measure, args.chunks, args.prompts)
+    finally:
+        engine.close()
+    facts = {"machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    args.json.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    p99 = found["lookup_ms"]["p99"]
+    print(f"lookup of {found['prompt_tokens']} tokens among {args.chunks} chunks: p99 {p99:.3f} ms")
+    return int(p99 >= BOUND_MS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

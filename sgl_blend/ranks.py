@@ -1,0 +1,56 @@
+"""The tensor-parallel ranks of a model, and what they must agree on.
+
+Every rank runs its own scheduler on the same requests and must come to the same decisions, or their
+collectives no longer match and the server hangs. What differs from rank to rank, a clock or a sum over
+the rank's own heads, goes through here.
+"""
+
+import time
+from typing import Any
+
+import torch
+
+
+class Ranks:
+    """One rank's view of its group; owned by the scheduler thread.
+
+    Args:
+        group: SGLang's GroupCoordinator of the tensor-parallel ranks; None for a single process.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group if group is not None and group.world_size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self._group is None or self._group.rank_in_group == 0
+
+    def now(self) -> float:
+        """Return the first rank's monotonic clock in seconds; all ranks must ask together."""
+        return self.agree([time.monotonic()])[0]
+
+    def agree(self, values: list[float]) -> list[float]:
+        """Return the first rank's values on every rank; all ranks must ask together."""
+        if self._group is None:
+            return values
+        told = torch.tensor(values, dtype=torch.float64)
+        torch.distributed.broadcast(told, src=self._group.ranks[0], group=self._group.cpu_group)
+        agreed: list[float] = told.tolist()
+        return agreed
+
+    def sum(self, partial: torch.Tensor) -> torch.Tensor:
+        """Add up what each rank found for its own heads; the very same bits on every rank.
+
+        Args:
+            partial: Any shape and dtype; on the model's device, which is not waited for.
+
+        Returns:
+            The sum, same shape.
+        """
+        if self._group is None:
+            return partial
+        total: torch.Tensor = self._group.all_reduce(partial)
+        # An all-reduce need not round alike on every rank, and a tie that falls differently is fatal.
+        self._group.broadcast(total, src=0)
+        return total

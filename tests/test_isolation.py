@@ -1,0 +1,179 @@
+"""What a tenant does reaches no other: not its answers, not its share of the cache (L7, R19, R20)."""
+
+import logging
+from typing import Any
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver, Prompt, rag_prompt, random_tokens
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = random_tokens(1, 30)
+QUESTION = random_tokens(99, 12)
+CHUNKS = [random_tokens(20 + i, 80) for i in range(60)]
+
+
+def ask_for(numbers: range, salt: str | None, **rest: Any) -> Prompt:
+    return rag_prompt(SYSTEM, [CHUNKS[i] for i in numbers], QUESTION, salt=salt, **rest)
+
+
+# --- HijackKV (arXiv 2607.19957): a benign chunk whose KV remembers what stood before it ---
+
+
+def _kv_and_answer(driver: Driver, attack: bool) -> tuple[list[Any], list[list[float]], int]:
+    driver.settle()
+    driver.flush()
+    document, victim_question = CHUNKS[0], random_tokens(98, 12)
+    if attack:
+        for turn in range(3):  # the attacker's text in front of the document, chunk and not chunk
+            poison = random_tokens(500 + turn, 90)
+            driver.ask(
+                Prompt([SYSTEM, poison, document, QUESTION], [1, 2]),
+                Prompt([SYSTEM, poison, document, QUESTION], [2]),
+                Prompt([[*SYSTEM, *poison], document, QUESTION], [1]),
+            )
+            driver.settle()
+    victim = Prompt([SYSTEM, CHUNKS[1], document, victim_question], [1, 2])
+    driver.ask(victim)
+    driver.settle()
+    answer = driver.ask(
+        Prompt([SYSTEM, document, CHUNKS[1], victim_question], [1, 2], max_new_tokens=4)
+    )[0]
+    driver.settle()
+    stored = driver.kv([*SYSTEM, *document], driver.chunk_salt())
+    return stored, answer.logprobs, answer.report["reused_tokens"]
+
+
+@pytest.mark.parametrize("on_miss", ["compute", "build"])
+def test_hijacked_documents_leave_the_victim_as_it_was(
+    start_engine: StartEngine, on_miss: str
+) -> None:
+    engine = start_engine(blend_on_miss=on_miss)
+    clean, clean_logprobs, reused = engine.call(_kv_and_answer, False)
+    stored, logprobs, reused_then = engine.call(_kv_and_answer, True)
+
+    assert reused == reused_then > 0
+    for (k, v), (clean_k, clean_v) in zip(stored, clean, strict=True):
+        assert k.equal(clean_k)
+        assert v.equal(clean_v)
+    assert logprobs == clean_logprobs
+
+
+# --- fair shares of the cache ---
+
+
+def _flood(driver: Driver, num_active: int) -> tuple[int, int]:
+    """Let a tenant miss fifty chunks while another holds four; return what the other still hits."""
+    driver.settle()
+    driver.flush()
+    driver.ask(ask_for(range(4), "quiet"))
+    driver.settle()
+    for start in range(8, 56, 4):
+        driver.ask(ask_for(range(start, start + 4), "flood" if num_active == 2 else "quiet"))
+        driver.settle()
+    hits = driver.ask(ask_for(range(4), "quiet"))[0].report["chunk_hits"]
+    driver.settle()
+    return hits, driver.runtime.describe()["chunks_protected"]
+
+
+def test_a_flood_does_not_push_a_tenant_below_its_fair_share(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=2000)
+    hits, protected = engine.call(_flood, 2)
+    assert hits == 4
+    assert protected * 80 <= 2000, "metadata of more chunks than the pool can hold"
+
+
+def test_one_tenant_alone_has_the_cache_to_itself(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=2000)
+    hits, _ = engine.call(_flood, 1)
+    assert hits == 0, "the oldest chunks were kept although nobody else needs protection"
+
+
+def _both_flood(driver: Driver) -> tuple[int, int]:
+    """Let two tenants want three times what the pool holds, by turns; return the hits of each."""
+    driver.settle()
+    driver.flush()
+    hits = [0, 0]
+    for turn in range(24):
+        for side, salt in enumerate(("left", "right")):
+            start = (turn * 4) % 12 + 12 * side
+            answer = driver.ask(ask_for(range(start, start + 4), salt))[0]
+            hits[side] += answer.report["chunk_hits"]
+            driver.settle()
+    return hits[0], hits[1]
+
+
+def test_two_tenants_who_both_want_too_much_are_served_alike(start_engine: StartEngine) -> None:
+    left, right = start_engine(max_total_tokens=2000).call(_both_flood)
+    assert abs(left - right) <= 8
+
+
+def _pending_of_the_quiet(driver: Driver) -> int:
+    """Return how many builds run before a quiet tenant's single chunk behind a flood's twenty."""
+    driver.settle()
+    driver.flush()
+    driver.ask(*(ask_for(range(i, i + 5), "flood") for i in range(0, 20, 5)))
+    driver.ask(ask_for(range(40, 41), "quiet"))
+    quiet = driver.chunk_salt("quiet")
+    before = driver.runtime.builder.num_built
+
+    def quiet_is_stored() -> bool:
+        from array import array
+
+        from sgl_blend import sglang_adapter
+
+        path = array("q", [*SYSTEM, *CHUNKS[40]])
+        match = sglang_adapter.match(driver.scheduler.tree_cache, path, salt=quiet, extra_key=None)
+        return len(match) == len(path)
+
+    driver.run_until(quiet_is_stored, limit=10**6)
+    built = driver.runtime.builder.num_built - before
+    driver.settle()
+    return int(built)
+
+
+def test_tenants_take_turns_in_building(start_engine: StartEngine) -> None:
+    built = start_engine(max_total_tokens=6000).call(_pending_of_the_quiet)
+    assert built <= 4, f"{built} chunks of the flood were built before the quiet tenant's one"
+
+
+# --- what is written down ---
+
+
+class _Keep(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def _log_of_all_kinds_of_requests(driver: Driver) -> list[str]:
+    handler = _Keep()
+    logger = logging.getLogger("sgl_blend")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        driver.settle()
+        driver.flush()
+        for _ in range(2):
+            driver.ask(ask_for(range(4), "a-secret-salt"))
+            driver.settle()
+        driver.ask(Prompt([SYSTEM, CHUNKS[0]], [1], params={"sgl_blend_policy": "a-secret-policy"}))
+        driver.settle()
+    finally:
+        logger.removeHandler(handler)
+    return handler.lines
+
+
+def test_no_user_text_and_no_salt_is_logged(start_engine: StartEngine) -> None:
+    lines = start_engine(blend_canary_rate=1.0).call(_log_of_all_kinds_of_requests)
+    assert lines, "nothing was logged, the test shows nothing"
+    text = "\n".join(lines)
+    assert "secret" not in text
+    for chunk in CHUNKS[:4]:
+        assert ", ".join(map(str, chunk[:5])) not in text

@@ -1,0 +1,122 @@
+"""Tensor parallelism (R31, L9): two ranks choose the same rows as one, and give its logits."""
+
+import random
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Answer, Driver, Ranks, largest_difference, rag_prompt, random_tokens
+from tiny_models import make_model
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = random_tokens(1, 30)
+CHUNKS = [random_tokens(20 + i, 70) for i in range(5)]
+SCORED = ["hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "random"]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def ranks(kind: str, model_folder: Any) -> Iterator[Ranks]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    running = Ranks(make_model(kind, model_folder), 2, port, enable_blend=True, blend_check_layer=1)
+    yield running
+    running.close()
+
+
+def _record_rows(driver: Driver) -> None:
+    """Keep the rows that every blended forward keeps."""
+    from sgl_blend.attention import BlendAttention
+
+    driver.rows = []  # type: ignore[attr-defined]
+    original = BlendAttention._select
+
+    def select(backend: Any, *args: Any) -> None:
+        original(backend, *args)
+        driver.rows.append(backend.kept_rows.tolist())  # type: ignore[attr-defined]
+
+    BlendAttention._select = select  # type: ignore[assignment, method-assign]
+
+
+def _blend(driver: Driver, policy: str) -> tuple[list[Answer], list[list[int]]]:
+    """Ask shuffled chunks in two orders; the first round builds them."""
+    if not hasattr(driver, "rows"):
+        _record_rows(driver)
+    driver.settle()
+    driver.flush()
+    question = random_tokens(99, 12)
+    params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3}
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, question))
+    driver.settle()
+    driver.rows.clear()  # type: ignore[attr-defined]
+    shuffled = [CHUNKS[i] for i in (3, 0, 4, 2, 1)]
+    answers = driver.ask(
+        rag_prompt(SYSTEM, shuffled, question, params=params, max_new_tokens=4),
+        rag_prompt(SYSTEM, shuffled[:3], question, params=params, max_new_tokens=4),
+    )
+    driver.settle()
+    return answers, driver.rows  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("policy", SCORED)
+def test_l9_two_ranks_select_and_answer_as_one(
+    start_engine: StartEngine, ranks: Ranks, kind: str, policy: str
+) -> None:
+    alone, rows_alone = start_engine(kind).call(_blend, policy)
+    together = ranks.call(_blend, policy)
+
+    assert rows_alone, "nothing was selected"
+    for answers, rows in together:
+        assert rows == rows_alone
+        for got, want in zip(answers, alone, strict=True):
+            assert got.report == want.report
+            assert got.report["chunk_hits"] >= 3
+            assert got.output_ids == want.output_ids
+            for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
+                assert largest_difference(mine, theirs) <= 1e-4
+
+
+def _wander(driver: Driver, rank: int) -> list[dict[str, Any]]:
+    """Serve traffic that depends on the clock, on ranks whose clocks and speeds differ."""
+    drawn = random.Random(5)
+    monotonic = time.monotonic
+    time.monotonic = lambda: monotonic() + 1000.0 * rank  # the ranks' clocks are far apart
+    reports = []
+    try:
+        for turn in range(12):
+            if rank and turn % 3 == 0:
+                time.sleep(0.03)
+            order = drawn.sample(range(len(CHUNKS)), 3)
+            prompt = rag_prompt(
+                SYSTEM,
+                [CHUNKS[i] for i in order],
+                random_tokens(200 + turn, 9),
+                salt=f"t{turn % 2}",
+            )
+            reports += [answer.report for answer in driver.ask(prompt)]
+            for _ in range(8):  # some rounds of background work, not to its end
+                driver.step()
+    finally:
+        time.monotonic = monotonic
+    driver.settle()
+    return reports
+
+
+def test_ranks_with_different_clocks_take_the_same_decisions(ranks: Ranks) -> None:
+    for engine, rank in zip(ranks.engines, range(2), strict=True):
+        engine.send(_wander, rank)
+    first, second = [engine.receive() for engine in ranks.engines]
+    assert first == second
+    assert any(report["chunk_hits"] for report in first)
