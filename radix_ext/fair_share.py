@@ -1,9 +1,10 @@
 """Fair shares: a tenant that floods the cache does not push out chunks another still uses.
 
 The tree evicts what was used least recently, whoever it belongs to. It offers no other say, but a match
-counts as a use. So before it evicts, chunks of tenants below their share are matched again when they
-come near the old end, and the flood pays with its own. The price is four matches per protected chunk
-and turnover of the cache, and nothing while one tenant is alone.
+counts as a use. So before it evicts, protected chunks are matched again when they come near the old
+end, and a flood pays with its own. Protected are each active tenant's most recently used chunks: up to
+its equal part of the pool, and of all tenants together up to three quarters of what could be evicted,
+where those with the most give way first. While one tenant is alone nothing is done.
 """
 
 from collections import OrderedDict
@@ -64,28 +65,33 @@ class FairShare:
         tenant.drop(key)
         tenant.chunks[key] = (key.length, self._evicted)
         tenant.tokens += key.length
-        self._trim(tenant)
+        self._trim(tenant, self._capacity)
 
     def admit(self, num_tokens: int) -> None:
         """Advance the clock of activity by a request's prefill."""
         self._admitted += num_tokens
 
     def before_evict(self, num_tokens: int) -> None:
-        """Make chunks of tenants below their share look recently used.
+        """Make protected chunks look recently used.
 
         Args:
             num_tokens: What the tree is about to evict.
         """
+        evictable = self._store.evictable_tokens
         self._evicted += num_tokens
         # How much is surely older than what is used now: little after a moment in which running
         # requests held nearly everything, and more again as eviction goes on.
-        self._older = min(self._older + num_tokens, self._store.evictable_tokens)
+        self._older = min(self._older + num_tokens, evictable)
         self._forget_idle()
         if len(self._tenants) < 2:
             return
-        horizon = self._older // 4
+        level = _water_level([t.tokens for t in self._tenants.values()], evictable * 3 // 4)
         for tenant in self._tenants.values():
-            self._trim(tenant)
+            self._trim(tenant, level)
+        protected = sum(tenant.tokens for tenant in self._tenants.values())
+        horizon = max(0, self._older - protected) // 2
+        # What is matched last is evicted last: the smallest tenants are.
+        for tenant in sorted(self._tenants.values(), key=lambda t: t.tokens, reverse=True):
             self._refresh(tenant, horizon)
 
     def clear(self) -> None:
@@ -105,8 +111,8 @@ class FairShare:
             if next(iter(tenant.chunks.values()))[1] == self._evicted:
                 return  # all of them are refreshed
 
-    def _trim(self, tenant: _Tenant) -> None:
-        share = self._capacity // max(1, len(self._tenants))
+    def _trim(self, tenant: _Tenant, level: int) -> None:
+        share = min(level, self._capacity // max(1, len(self._tenants)))
         while tenant.tokens > share and tenant.chunks:
             tenant.drop(next(iter(tenant.chunks)))
 
@@ -118,3 +124,14 @@ class FairShare:
         ]
         for salt in idle:
             del self._tenants[salt]
+
+
+def _water_level(amounts: list[int], total: int) -> int:
+    """Return the least level to which amounts must be cut for their sum to be at most total."""
+    left, rest = total, sorted(amounts)
+    for index, amount in enumerate(rest):
+        part = left // (len(rest) - index)
+        if amount > part:
+            return part
+        left -= amount
+    return max(rest, default=0)

@@ -117,7 +117,7 @@ def test_aborts_at_every_step_of_the_overlap_schedule_leave_no_leak(
 
 
 def _preempt(driver: Driver) -> tuple[int, list[Answer], list[Answer]]:
-    """Let urgent requests push decoding ones out of memory; all of them blended, at ratio 1."""
+    """Let an urgent request push a decoding one out of a full batch; all blended, at ratio 1."""
     driver.settle()
     driver.flush()
     driver.ask(rag(0, 1, 2))
@@ -146,7 +146,7 @@ def test_preempted_requests_are_blended_again_and_answer_exactly(
     start_engine: StartEngine,
 ) -> None:
     engine = start_engine(
-        max_total_tokens=700,
+        max_running_requests=3,
         enable_priority_scheduling=True,
         priority_scheduling_preemption_threshold=5,
     )
