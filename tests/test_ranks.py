@@ -31,7 +31,10 @@ def ranks(kind: str, model_folder: Any) -> Iterator[Ranks]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    running = Ranks(make_model(kind, model_folder), 2, port, enable_blend=True, blend_check_layer=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants a NUMA node for each rank
+        model = make_model(kind, model_folder)
+        running = Ranks(model, 2, port, enable_blend=True, blend_check_layer=1)
     yield running
     running.close()
 
