@@ -22,6 +22,9 @@ from typing import Any
 
 from tiny_models import VOCAB_SIZE
 
+_PATIENCE_S = 580
+"""Longest call into a worker; ranks that disagree wait for each other for ever."""
+
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -371,6 +374,7 @@ class Engine:
     def receive(self) -> Any:
         """Wait for the start or for the call that was sent last, and return its result."""
         try:
+            assert self._pipe.poll(_PATIENCE_S), f"no result in {_PATIENCE_S} s: the worker hangs"
             error, result = self._pipe.recv()
         except EOFError:
             raise AssertionError("the scheduler process died") from None
