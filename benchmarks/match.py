@@ -12,6 +12,8 @@ in milliseconds, and the bytes of metadata that sgl-blend holds per protected ch
 the p99 of a lookup is not below 1 ms.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import platform
