@@ -55,17 +55,17 @@ PAUSE_EVERY_S = 60.0
 MAX_GROWTH = 0.03
 NEAR_TIE_NATS = 1e-3
 BLEND_FLAGS = [
-    *("--enable-blend", "--enable-metrics", "--max-total-tokens", "6000"),
+    *("--enable-blend", "--enable-metrics", "--max-total-tokens", "3000", "--blend-when", "always"),
     *("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.05"),
     *("--log-level", "warning", "--max-running-requests", "16"),
 ]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
 KINDS = {
-    "blended": 30,
+    "blended": 26,
     "streamed": 15,
     "plain": 12,
     "long": 8,
-    "long output": 8,
+    "long output": 12,
     "hang up": 12,
     "tiny": 5,
     "malformed": 5,

@@ -5,17 +5,21 @@ are taken before SGLang counts free memory, so that a plan can never make an all
 request does not fit beside its locked chunks, the locks go back and it is admitted without a plan.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
+from sgl_blend.cost_model import CostModel
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.plan import BlendPlan, ReusedSpan
+from sgl_blend.plan import BlendPlan, LayerSplit, ReusedSpan
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.request import Span
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.request_state import RequestState
+
+_REFUNDED = "sgl_blend_refunded"
+"""Attribute of SGLang's PrefillAdder: tokens given back to the batch that it puts together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,22 @@ class Admission:
     """Decides for each request whether it is blended, and from what."""
 
     def __init__(
-        self, store: ChunkStore, builder: ChunkBuilder, shares: FairShare, *, build_first: bool
+        self,
+        store: ChunkStore,
+        builder: ChunkBuilder,
+        shares: FairShare,
+        *,
+        cost_model: CostModel | None,
+        layers: LayerSplit,
+        refund_limit: int,
+        build_first: bool,
     ) -> None:
         self._store = store
         self._shares = shares
         self._builder = builder
+        self._cost_model = cost_model
+        self._layers = layers
+        self._refund_limit = refund_limit
         self._build_first = build_first
 
     def add(self, req: Any, state: RequestState, adder: Any, add: AddReq) -> Any:
@@ -71,8 +86,16 @@ class Admission:
         plan = _make_plan(req, state, lookup)
         if plan is None:
             verdict = self._add_plain(req, state, adder, add, _why_no_plan(req, state), lookup)
-        else:
+        elif self._is_worth_it(req, state, plan):
             verdict = self._add_planned(req, state, adder, add, plan, lookup)
+        elif plan.exact is not None:
+            exact = Lookup((), lookup.missing, lookup.exact)
+            reason = FallbackReason.NOT_FASTER
+            plan = replace(plan, spans=())
+            verdict = self._add_planned(req, state, adder, add, plan, exact, reason)
+        else:
+            reason = FallbackReason.NOT_FASTER
+            verdict = self._add_plain(req, state, adder, add, reason, lookup)
         if sglang.was_admitted(req, adder) and not self._build_first:
             self._builder.enqueue(lookup.missing)
         return verdict
@@ -105,6 +128,7 @@ class Admission:
         add: AddReq,
         plan: BlendPlan,
         lookup: Lookup,
+        reason: FallbackReason | None = None,
     ) -> Any:
         matches = [hit.match for hit in lookup.hits]
         if lookup.exact is not None:
@@ -115,8 +139,10 @@ class Admission:
             state.plan, state.locks = plan, locks
             for hit in lookup.hits:
                 self._shares.use(hit.key)
-            state.start_admission(hits=len(lookup.hits), misses=len(lookup.missing), fallback=None)
-            return verdict
+            state.start_admission(
+                hits=len(lookup.hits), misses=len(lookup.missing), fallback=reason
+            )
+            return self._refund(req, adder, plan, verdict)
         for held in locks:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
@@ -124,6 +150,30 @@ class Admission:
         if sglang.is_out_of_memory(verdict) and not may_wait:
             return self._add_plain(req, state, adder, add, FallbackReason.NO_MEMORY, lookup)
         return verdict
+
+    def _is_worth_it(self, req: Any, state: RequestState, plan: BlendPlan) -> bool:
+        """Tell whether a plan makes the prefill faster; an exact prefix alone always does."""
+        window = plan.window(sglang.prefix_length(req), state.num_tokens)
+        if self._cost_model is None or window is None or not window.spans:
+            return True
+        num_rows = window.stop - window.head_stop
+        return self._cost_model.saves_s(num_rows, window.num_dropped) >= 0
+
+    def _refund(self, req: Any, adder: Any, plan: BlendPlan, verdict: Any) -> Any:
+        """Do not charge the batch for rows that an admitted plan drops; return the new verdict.
+
+        All refunds of a batch together are at most its budget, so that at most twice as many rows as
+        the operator allowed pass the layers up to the check layer.
+        """
+        window = plan.window(*sglang.step_range(req))
+        if self._refund_limit == 0 or window is None:
+            return verdict
+        rows = window.stop - window.start
+        saved = rows - -(-window.layer_rows(self._layers) // self._layers.total)
+        so_far = getattr(adder, _REFUNDED, 0)
+        given = max(0, min(saved, self._refund_limit - so_far))
+        setattr(adder, _REFUNDED, so_far + given)
+        return sglang.refund(adder, given) if given else verdict
 
     def _build(
         self, state: RequestState, missing: tuple[ChunkKey, ...], adder: Any, add: AddReq

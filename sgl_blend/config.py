@@ -17,6 +17,7 @@ ATTRIBUTE = "_sgl_blend"
 """Attribute of SGLang's ServerArgs that carries the settings to every process."""
 
 ON_MISS = ("compute", "build")
+WHEN = ("faster", "always")
 BUILD_PREFIXES = ("first", "bos", "none", "sinks")
 
 _HELP = {
@@ -39,6 +40,10 @@ _HELP = {
     "in full to choose tokens.",
     "blend_canary_rate": "Share of the blended requests, in [0, 1], that is prefilled in full as "
     "well when nobody waits, to compare the first token's distribution; 0: none.",
+    "blend_when": "faster: only where this machine's own times, measured at start, say that it wins; "
+    "always: whenever a chunk is stored. With --blend-on-miss build it is always always.",
+    "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill batch: more "
+    "requests share one, and up to twice as many rows pass the layers below the check layer at once.",
     "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
     "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last comparisons, "
     "in nats; by Pinsker's inequality 0.5 lets at most half of the first token's probability move.",
@@ -65,6 +70,8 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_eval: bool = False
     blend_canary_rate: float = 0.0
     blend_canary_max_kl: float = 0.5
+    blend_when: str = "faster"
+    blend_refund_budget: bool = False
     blend_allow_untested: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +88,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             f"blend_min_chunk_tokens must be at least 1, got {self.blend_min_chunk_tokens}",
         )
         _require_choice("blend_on_miss", self.blend_on_miss, ON_MISS)
+        _require_choice("blend_when", self.blend_when, WHEN)
         _require_choice("blend_build_prefix", self.blend_build_prefix, BUILD_PREFIXES)
         _require(
             self.blend_max_build_prefix >= 0,

@@ -10,6 +10,7 @@ class FallbackReason(StrEnum):
     NO_CHUNKS = "no chunk in the prompt"
     NO_HIT = "no chunk of the prompt is stored"
     CACHED = "the radix prefix covers every chunk"
+    NOT_FASTER = "blending would not be faster"
     NO_MEMORY = "the pool cannot hold the request beside its chunks"
     BUILD_NOT_ADMITTED = "a missing chunk could not be built"
     MALFORMED = "malformed blend parameters"

@@ -34,8 +34,8 @@ class Fusor:
         layers: The model's layers and which of them selects.
     """
 
-    def __init__(self, runner: Any, rotation: Rotation, check_layer: int, ranks: Ranks) -> None:
-        self.layers = LayerSplit(check_layer, runner.model_config.num_hidden_layers)
+    def __init__(self, runner: Any, rotation: Rotation, layers: LayerSplit, ranks: Ranks) -> None:
+        self.layers = layers
         self._runner = runner
         self._rotation = rotation
         self._ranks = ranks

@@ -15,11 +15,13 @@ import msgspec
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.compatibility import check_layers, check_runner, check_server_args
 from sgl_blend.config import BlendConfig, add_flags, settings_from_flags
+from sgl_blend.cost_model import CostModel, measure
 from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.fusor import Fusor
 from sgl_blend.gate import RequestGate
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.namespaces import ModelFingerprint, architecture, fingerprint
+from sgl_blend.plan import LayerSplit
 from sgl_blend.profile import check_architecture, load_profile
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
@@ -210,6 +212,10 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
+    split = LayerSplit(config.blend_check_layer, len(layers))
+    cost_model = None
+    if config.blend_when == "faster" and config.blend_on_miss != "build":
+        cost_model = CostModel(measure(runner, layers[-1], rotation, ranks), split)
     shares = FairShare(store, scheduler.max_total_num_tokens)
     builder = ChunkBuilder(scheduler, store, shares, ranks)
     canary = _make_canary(config, scheduler, store, builder, ranks)
@@ -221,10 +227,18 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
             bos_token_id=_bos_token_id(scheduler),
             canary=canary,
         ),
-        admission=Admission(store, builder, shares, build_first=config.blend_on_miss == "build"),
+        admission=Admission(
+            store,
+            builder,
+            shares,
+            cost_model=cost_model,
+            layers=split,
+            refund_limit=_batch_budget(scheduler) if config.blend_refund_budget else 0,
+            build_first=config.blend_on_miss == "build",
+        ),
         builder=builder,
         canary=canary,
-        fusor=Fusor(runner, rotation, config.blend_check_layer, ranks),
+        fusor=Fusor(runner, rotation, split, ranks),
         metrics=BlendMetrics(**_publishing(scheduler, ranks)),
         shares=shares,
         tree=tree,
@@ -232,6 +246,9 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
             **_describe(config, separator, model),
             "architecture": model_architecture,
             "dtype": str(runner.dtype).removeprefix("torch."),
+            "least_rows": None
+            if cost_model is None
+            else cost_model.least_rows(config.blend_recompute_ratio),
             "rotation_errors": {str(delta): error for delta, error in errors.items()},
         },
     )
@@ -282,6 +299,12 @@ def _describe(
         "separator_id": None if separator is None else separator.token_id,
         "model_fingerprint": model,
     }
+
+
+def _batch_budget(scheduler: Any) -> int:
+    """Return how many tokens SGLang prefills in one batch."""
+    chunked: int | None = scheduler.chunked_prefill_size
+    return int(scheduler.max_prefill_tokens if chunked is None else chunked)
 
 
 def _bos_token_id(scheduler: Any) -> int | None:

@@ -342,6 +342,25 @@ def was_admitted(req: Any, adder: Any) -> bool:
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 
+def refund(adder: Any, num_tokens: int) -> Any:
+    """Give compute budget back to a batch that is being put together.
+
+    Nothing is given back once a request of the batch is cut: SGLang cuts one at a time.
+
+    Args:
+        adder: SGLang's PrefillAdder.
+        num_tokens: Rows that will be computed in too few layers to count.
+
+    Returns:
+        SGLang's verdict for the next request.
+    """
+    if adder.new_chunked_req is None:
+        adder.rem_input_tokens += num_tokens
+        if adder.rem_chunk_tokens is not None:
+            adder.rem_chunk_tokens += num_tokens
+    return adder.budget_state()
+
+
 def is_alone(adder: Any) -> bool:
     """Tell whether nothing else holds memory that could come free: no batch, nothing decoding."""
     running = adder.running_batch
@@ -384,6 +403,17 @@ def decoder_layers(model: Any) -> list[Any]:
     if not layers:
         raise UnsupportedError(f"enable_blend: {kind} has no decoder layers at model.layers")
     return list(layers)
+
+
+def linear_modules(layer: Any) -> list[tuple[Any, int]]:
+    """Return the linear modules of a decoder layer, each with the width of its input on this rank."""
+    from sglang.srt.layers.linear import LinearBase
+
+    return [
+        (module, int(getattr(module, "input_size_per_partition", module.input_size)))
+        for module in layer.modules()
+        if isinstance(module, LinearBase)
+    ]
 
 
 @contextmanager

@@ -26,6 +26,7 @@ def start_engine(model_folder: Path) -> Iterator[StartEngine]:
         if settings["enable_blend"]:
             # The models have four layers: the lowest check layer leaves most of them to blending.
             settings.setdefault("blend_check_layer", 1)
+            settings.setdefault("blend_when", "always")
         key = f"{kind} {sorted(settings.items())}"
         if key not in running:
             running[key] = Engine(make_model(kind, model_folder), **settings)

@@ -67,6 +67,7 @@ ROADS: dict[str, dict[str, Any]] = {
     "build": {"blend_on_miss": "build"},
     "chunked": {"blend_on_miss": "build", "chunked_prefill_size": 40},
     "pages": {"blend_on_miss": "compute", "page_size": 8},
+    "refunds": {"chunked_prefill_size": 96, "blend_refund_budget": True},
     "overlap": {"disable_overlap_schedule": False},
     "mixed": {"enable_mixed_chunk": True, "chunked_prefill_size": 64, "page_size": 8},
 }

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.engine
 
 SYSTEM = random_tokens(1, 30)
 CHUNKS = [random_tokens(20 + i, 70) for i in range(5)]
+SETTINGS = {"blend_check_layer": 1, "blend_when": "always"}
 SCORED = ["hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "random"]
 
 
@@ -34,7 +35,7 @@ def ranks(kind: str, model_folder: Any) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants a NUMA node for each rank
         model = make_model(kind, model_folder)
-        running = Ranks(model, 2, port, enable_blend=True, blend_check_layer=1)
+        running = Ranks(model, 2, port, enable_blend=True, **SETTINGS)
     yield running
     running.close()
 

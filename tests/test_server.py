@@ -131,7 +131,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp("server")
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     running = start_server(
-        [*command, "--enable-blend", "--enable-metrics"],
+        [*command, "--enable-blend", "--enable-metrics", "--blend-when", "always"],
         folder / "log",
         Path(__file__).parents[1],  # the repository root, whose folders must not shadow packages
     )
@@ -361,7 +361,8 @@ def wait_for_canary(server: Server, num_picked: int) -> dict[str, Any]:
 
 def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path: Path) -> None:
     serve = Path(sys.executable).with_name("sglang")
-    flags = ["--enable-blend", "--blend-canary-rate", "1", "--blend-canary-max-kl", "1e-9"]
+    flags = ["--enable-blend", "--blend-when", "always"]
+    flags += ["--blend-canary-rate", "1", "--blend-canary-max-kl", "1e-9"]
     running = start_server(
         [str(serve), "serve", "--model-path", str(model), "--enable-metrics", *flags],
         tmp_path / "log",
@@ -441,7 +442,7 @@ REFUSED = {
         ["--enable-blend", "--disable-radix-cache"],
         "--disable-radix-cache is not",
     ),
-    "tensor parallel": (["--enable-blend", "--tp-size", "2"], "--tp-size is not supported"),
+    "pipeline": (["--enable-blend", "--pp-size", "2"], "--pp-size is not supported"),
 }
 
 

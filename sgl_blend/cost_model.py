@@ -1,0 +1,158 @@
+"""When blending is worth it: what a plan saves against what it costs, in this machine's own times.
+
+Saved is linear work: rows that are dropped do not pass the layers above the check layer. Paid are the
+selection, a second plan for attention, and in every layer above a copy. All of it is measured once
+at start, on the loaded model's own modules and its own KV pool, for several numbers of rows, because
+a small matrix product on a GPU takes as long as one of a single row. Attention itself is left out: it
+shrinks too, so a plan is at least as good as it looks here.
+"""
+
+import bisect
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.kernels.delta_rope import copy_rotated
+from sgl_blend.kernels.kv_deviation import kv_deviation
+from sgl_blend.kernels.ragged_attention import plan_ragged, ragged_attention
+from sgl_blend.plan import LayerSplit
+from sgl_blend.ranks import Ranks
+from sgl_blend.rope import Rotation
+
+ROWS = (1, 32, 128, 512, 2048)
+"""Numbers of rows at which times are measured; between them they are taken to be linear."""
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds for ROWS rows.
+
+    Attributes:
+        layer: Linear modules of one decoder layer.
+        copy: Copy and rotation of the KV of one layer.
+        select: Scoring, choosing and taking rows out; once a forward.
+        attend: The plan for scattered attention with a few rows; once a forward.
+        attend_layer: What one layer's scattered attention of a few rows takes.
+    """
+
+    layer: tuple[float, ...]
+    copy: tuple[float, ...]
+    select: tuple[float, ...]
+    attend: float
+    attend_layer: float
+
+
+class CostModel:
+    """Says whether a plan makes a prefill faster; immutable."""
+
+    def __init__(self, times: Times, layers: LayerSplit) -> None:
+        self._times = times
+        self._layers = layers
+
+    def saves_s(self, num_rows: int, num_dropped: int) -> float:
+        """Return how many seconds a prefill gains; negative if blending makes it slower.
+
+        Args:
+            num_rows: Rows that are computed up to the check layer.
+            num_dropped: Those of them that are not computed above it.
+        """
+        if num_dropped == 0:
+            return 0.0
+        times, above = self._times, self._layers.above
+        saved = above * (_at(times.layer, num_rows) - _at(times.layer, num_rows - num_dropped))
+        moving = above * (_at(times.copy, num_dropped) + times.attend_layer)
+        return saved - moving - _at(times.select, num_rows) - times.attend
+
+    def least_rows(self, ratio: float) -> int:
+        """Return from how many rows on, all but 32 of them reusable, blending wins; a power of two."""
+        rows = 64
+        while rows < 1 << 20 and self.saves_s(rows, int((rows - 32) * (1 - ratio))) <= 0:
+            rows *= 2
+        return rows
+
+
+def _at(times: tuple[float, ...], rows: int) -> float:
+    """Read a measured line at a number of rows; beyond its ends it goes on straight."""
+    if rows <= 0:
+        return 0.0
+    right = min(max(bisect.bisect_left(ROWS, rows), 1), len(ROWS) - 1)
+    x0, x1 = ROWS[right - 1], ROWS[right]
+    y0, y1 = times[right - 1], times[right]
+    return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+
+
+@torch.inference_mode()
+def measure(runner: Any, layer_module: Any, rotation: Rotation, ranks: Ranks) -> Times:
+    """Measure this machine; the pool must be unused, and every rank must take part.
+
+    Args:
+        runner: SGLang's ModelRunner, model and pool loaded.
+        layer_module: One of the model's decoder layers.
+        rotation: The model's.
+        ranks: Every rank uses the first one's times.
+    """
+    linears = sglang.linear_modules(layer_module)
+    pool = runner.token_to_kv_pool
+    k_pool, v_pool = pool.get_key_buffer(0), pool.get_value_buffer(0)
+    device, dtype = k_pool.device, runner.dtype
+    heads = layer_module.self_attn.attn.tp_q_head_num
+
+    def layer(rows: int) -> Callable[[], object]:
+        inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in linears]
+        return lambda: [module(x) for (module, _), x in zip(linears, inputs, strict=True)]
+
+    def slots(rows: int) -> torch.Tensor:
+        place: torch.Tensor = torch.arange(rows, device=device) % (k_pool.shape[0] - 1) + 1
+        return place
+
+    def copy(rows: int) -> Callable[[], object]:
+        where = slots(rows)
+        cos, sin = rotation.between(where * 0, where * 0)  # by nothing: the bytes stay the same
+        return lambda: copy_rotated(k_pool, v_pool, where, where, cos, sin, neox=rotation.neox)
+
+    def select(rows: int) -> Callable[[], object]:
+        where = slots(rows)
+        hidden = torch.zeros(rows, runner.model_config.hidden_size, device=device, dtype=dtype)
+
+        def run() -> object:
+            scores = kv_deviation(v_pool[where], v_pool[where])
+            kept = scores.topk(max(1, rows // 8)).indices.sort().values
+            return hidden.index_select(0, kept)
+
+        return run
+
+    positions = torch.arange(8, device=device)
+    query = torch.zeros(8, heads, k_pool.shape[-1], device=device, dtype=dtype)
+    ragged = plan_ragged(positions, [8], [slots(8)], dtype)
+    found = [[_seconds(kind(rows), device) for rows in ROWS] for kind in (layer, copy, select)]
+    few = [
+        _seconds(lambda: plan_ragged(positions, [8], [slots(8)], dtype), device),
+        _seconds(lambda: ragged_attention(query, k_pool, v_pool, ragged, scale=1.0), device),
+    ]
+    agreed = ranks.agree([value for line in found for value in line] + few)
+    size = len(ROWS)
+    return Times(
+        layer=tuple(agreed[:size]),
+        copy=tuple(agreed[size : 2 * size]),
+        select=tuple(agreed[2 * size : 3 * size]),
+        attend=agreed[-2],
+        attend_layer=agreed[-1],
+    )
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a piece of work, the device's part included."""
+    times = []
+    for _ in range(1 + _REPEATS):
+        start = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

@@ -1,0 +1,152 @@
+"""Blending only where it wins, and its compute budget, on the real scheduler."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Answer, Driver, rag_prompt, random_tokens
+
+from sgl_blend.cost_model import ROWS, CostModel, Times
+from sgl_blend.plan import LayerSplit
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+LAYERS = LayerSplit(check=2, total=32)
+
+
+def linear(per_row: float, fixed: float = 0.0) -> tuple[float, ...]:
+    return tuple(fixed + per_row * rows for rows in ROWS)
+
+
+FREE = Times(layer=linear(1.0), copy=linear(0.0), select=linear(0.0), attend=0.0, attend_layer=0.0)
+
+
+def test_what_is_saved_is_the_linear_work_of_dropped_rows_above_the_check_layer() -> None:
+    assert CostModel(FREE, LAYERS).saves_s(1000, 600) == pytest.approx(29 * 600)
+    assert CostModel(FREE, LAYERS).saves_s(5000, 4000) == pytest.approx(29 * 4000)
+    assert CostModel(FREE, LAYERS).saves_s(1000, 0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("paid", "cost"),
+    [
+        ({"copy": linear(0.1)}, 29 * 60.0),
+        ({"select": linear(0.5, fixed=3.0)}, 503.0),
+        ({"attend": 40.0}, 40.0),
+        ({"attend_layer": 2.0}, 58.0),
+    ],
+    ids=str,
+)
+def test_what_is_paid(paid: dict[str, Any], cost: float) -> None:
+    times = dataclasses.replace(FREE, **paid)
+    assert CostModel(times, LAYERS).saves_s(1000, 600) == pytest.approx(29 * 600 - cost)
+
+
+def test_where_rows_cost_nothing_dropping_them_saves_nothing() -> None:
+    # As on a GPU: up to some hundred rows a matrix product takes as long as one of a single row.
+    flat = (1.0, 1.0, 1.0, 1.0, 4.0)
+    model = CostModel(dataclasses.replace(FREE, layer=flat, attend=0.5), LAYERS)
+    assert model.saves_s(400, 300) == pytest.approx(-0.5)
+    assert model.saves_s(2048, 1536) == pytest.approx(29 * 3.0 - 0.5)
+    assert model.least_rows(0.15) == 1024
+
+
+def test_least_rows_grow_with_what_blending_costs() -> None:
+    cheap = CostModel(dataclasses.replace(FREE, attend=100.0), LAYERS).least_rows(0.15)
+    dear = CostModel(dataclasses.replace(FREE, attend=10_000.0), LAYERS).least_rows(0.15)
+    assert cheap == 64
+    assert dear == 512
+
+
+# --- on the engine ---
+
+SYSTEM = random_tokens(1, 40)
+CHUNKS = [random_tokens(10 + i, 150) for i in range(6)]
+QUESTION = random_tokens(99, 20)
+
+
+def _blend_at_a_price(driver: Driver, price_s: float) -> list[dict[str, Any]]:
+    """Ask with two chunks and with six where a blended forward costs so much; return the reports."""
+    driver.settle()
+    driver.flush()
+    layers = LayerSplit(1, 4)
+    times = dataclasses.replace(FREE, layer=linear(1e-3), attend=price_s)
+    driver.runtime.admission._cost_model = CostModel(times, layers)
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+    driver.settle()
+    reports = []
+    for order in ((3, 1), (5, 3, 1, 0, 2, 4)):
+        reports += [driver.ask(rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION))[0].report]
+    driver.settle()
+    return reports
+
+
+@pytest.mark.engine
+def test_short_prompts_are_left_alone_and_long_ones_blended(start_engine: StartEngine) -> None:
+    # Of two chunks the first stands in place and is exact; 127 rows are dropped, 2 layers above.
+    # Of six, 637 are.
+    short, long = start_engine().call(_blend_at_a_price, 0.6)
+    assert short["fallback"] == "blending would not be faster"
+    assert short["reused_tokens"] == short["recomputed_tokens"] == 0
+    assert short["prefix_tokens"] > len(SYSTEM), "the exact chunk behind the system prompt is lost"
+    assert long["fallback"] is None
+    assert long["reused_tokens"] > 500
+
+
+@pytest.mark.engine
+def test_a_free_blend_is_always_worth_it(start_engine: StartEngine) -> None:
+    short, long = start_engine().call(_blend_at_a_price, 0.0)
+    assert short["fallback"] is long["fallback"] is None
+
+
+@pytest.mark.engine
+def test_the_machine_is_measured_at_start(start_engine: StartEngine) -> None:
+    info = start_engine(blend_when="faster").call(_describe)
+    assert info["least_rows"] in [64 << i for i in range(15)]
+    assert start_engine().call(_describe)["least_rows"] is None
+
+
+def _describe(driver: Driver) -> dict[str, Any]:
+    description: dict[str, Any] = driver.runtime.describe()
+    return description
+
+
+# --- the compute budget of a prefill batch ---
+
+
+def _batch_sizes(driver: Driver) -> tuple[list[int], list[Answer]]:
+    """Ask six blended requests at once; return how many each prefill batch held."""
+    driver.settle()
+    driver.flush()
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+    driver.settle()
+    params = {"sgl_blend_ratio": 0.0}
+    prompts = [
+        rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 1, 4)], random_tokens(60 + n, 9), params=params)
+        for n in range(6)
+    ]
+    reqs = [driver.submit(prompt) for prompt in prompts]
+    sizes = []
+    while not all(req.finished() for req in reqs):
+        driver.step()
+        last = driver.scheduler.last_batch
+        if last is not None and last.forward_mode.is_extend():
+            sizes.append(len(last.reqs))
+    answers = [driver.answer(req) for req in reqs]
+    driver.settle()
+    return sizes, answers
+
+
+@pytest.mark.engine
+def test_refunds_let_more_requests_share_a_prefill_batch(start_engine: StartEngine) -> None:
+    # A request has 320 rows behind the exact chunk in front; a batch may have 700.
+    without, _ = start_engine(chunked_prefill_size=700).call(_batch_sizes)
+    engine = start_engine(chunked_prefill_size=700, blend_refund_budget=True)
+    sizes, answers = engine.call(_batch_sizes)
+    assert sizes[0] > without[0]
+    assert sizes[0] <= 2 * without[0], "more than twice the budget in one batch"
+    for answer in answers:
+        report = answer.report
+        counts = [report[f"{f}_tokens"] for f in ("prefix", "reused", "recomputed", "computed")]
+        assert sum(counts) == report["prompt_tokens"]
