@@ -100,6 +100,78 @@ REFUSALS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Road:
+    """A way through SGLang that blending takes, and the test that shows it."""
+
+    name: str
+    how: str
+    test: str
+
+
+SERVED = (
+    Road(
+        "chunked prefill",
+        "each step blends its window; a chunk cut by a step is reused in both",
+        "tests/test_roads.py",
+    ),
+    Road(
+        "mixed prefill and decode batches",
+        "decode rows are kept, each a step of one row",
+        "tests/test_laws.py",
+    ),
+    Road(
+        "overlap schedule",
+        "a plan is held until the result of its last step is looked at",
+        "tests/test_roads.py, tests/test_patterns.py",
+    ),
+    Road(
+        "eviction all the time",
+        "chunks of a plan are locked; the others are built again",
+        "tests/test_lifecycle.py, tests/test_chunk_store.py",
+    ),
+    Road(
+        "retraction, preemption, priorities",
+        "planned anew when admitted again",
+        "tests/test_lifecycle.py, tests/test_roads.py",
+    ),
+    Road(
+        "abort at every stage",
+        "locks go back with the request's memory",
+        "tests/test_lifecycle.py, tests/test_roads.py",
+    ),
+    Road(
+        "pages of several tokens",
+        "matches end at pages, copies do not care",
+        "tests/test_laws.py, tests/test_patterns.py",
+    ),
+    Road(
+        "tensor parallelism",
+        "scores are summed over the ranks; the first rank's clock counts",
+        "tests/test_ranks.py",
+    ),
+    Road(
+        "data-parallel replicas",
+        "each has a cache of its own; route by documents for hits",
+        "tests/test_server.py",
+    ),
+    Road("n > 1", "samples share the first one's blended prefix", "tests/test_server.py"),
+    Road("constrained decoding, logit processors", "decoding is stock", "tests/test_server.py"),
+    Road("streaming", "the report comes with the first token", "tests/test_server.py"),
+    Road(
+        "logprobs of the prompt",
+        "rows from logprob_start_len on are computed",
+        "tests/test_laws.py",
+    ),
+    Road(
+        "decode graphs, torch.compile of decoding",
+        "blending ends with the prefill",
+        "not run on a GPU yet",
+    ),
+)
+"""What is served, for docs/roads.md."""
+
+
 def check_server_args(server_args: Any) -> None:
     """Refuse settings that exclude blending.
 

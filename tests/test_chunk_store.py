@@ -230,7 +230,7 @@ class Storage(RuleBasedStateMachine):
 
 def _run(engine: Engine, num_examples: int) -> None:
     Storage.engine = engine
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Storage,
         settings=settings(
             max_examples=num_examples,

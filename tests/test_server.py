@@ -86,9 +86,9 @@ def free_port() -> int:
     return port
 
 
-def start_server(command: list[str], log: Path, cwd: Path) -> Server:
+def start_server(command: list[str], log: Path, cwd: Path, **more: str) -> Server:
     port = free_port()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **more}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *CPU_FLAGS, "--port", str(port)],
@@ -221,6 +221,36 @@ def test_streaming_reports_once(server: Server) -> None:
     last = json.loads(lines[-2])
     assert lines[-1] == "[DONE]"
     assert last["meta_info"]["sgl_blend"][0]["prompt_tokens"] == last["meta_info"]["prompt_tokens"]
+
+
+def test_two_samples_share_one_blended_prompt(server: Server) -> None:
+    server.generate(rag_text(0, 1, 2))
+    server.wait_for_builds()
+    body = {
+        "text": rag_text(2, 0, 1, question="Twice?"),
+        "sampling_params": {"temperature": 0.9, "max_new_tokens": 5, "n": 2},
+    }
+    status, answers = server.request("/generate", body)
+    assert status == 200, answers
+    reports = [answer["meta_info"]["sgl_blend"][0] for answer in answers]
+    assert len(reports) == 2
+    for report in reports:
+        fates = ("prefix", "reused", "recomputed", "computed")
+        assert sum(report[f"{fate}_tokens"] for fate in fates) == report["prompt_tokens"]
+        assert report["reused_tokens"] + report["prefix_tokens"] > 0.7 * report["prompt_tokens"]
+
+
+def test_constrained_decoding_behind_a_blended_prompt(server: Server) -> None:
+    server.generate(rag_text(0, 1, 2))
+    server.wait_for_builds()
+    body = {
+        "text": rag_text(1, 2, 0, question="Yes or no?"),
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "regex": "(yes|no)"},
+    }
+    status, answer = server.request("/generate", body)
+    assert status == 200, answer
+    assert answer["text"] in ("yes", "no")
+    assert answer["meta_info"]["sgl_blend"][0]["reused_tokens"] > 0
 
 
 def test_frontend_language_programs_mark_chunks(server: Server) -> None:
@@ -444,6 +474,27 @@ REFUSED = {
     ),
     "pipeline": (["--enable-blend", "--pp-size", "2"], "--pp-size is not supported"),
 }
+
+
+def test_data_parallel_replicas_blend_each_on_its_own(model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
+    flags = ["--enable-blend", "--blend-when", "always", "--dp-size", "2"]
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # SGLang wants a NUMA node for each replica
+    server = start_server([*command, *flags], tmp_path / "log", tmp_path, **cores)
+    try:
+        orders = ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1), (1, 0, 2))
+        for number, order in enumerate(orders):
+            server.generate(rag_text(*order, question=f"Question {number}?"))
+            time.sleep(1.0)
+        states = server.request("/server_info")[1]["internal_states"]
+    finally:
+        stop(server)
+    totals = [state["sgl_blend"] for state in states]
+    assert len(totals) == 2
+    for total in totals:
+        assert total["requests"] >= 2
+        assert total["chunks_built"] == 3
+        assert total["reused_tokens"] > 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,0 +1,136 @@
+"""What the installed plugin costs while blending is off: law L8, in time.
+
+Two real servers at the same time (asleep when idle), one with the plugin and without --enable-blend,
+one that loads no plugin but the CPU platform (SGLANG_PLUGINS=sgl_blend_cpu). The same fresh prompts go
+to both in turns, which one first changes from pair to pair, and the servers are started anew in every
+round, in alternating order. Two figures, each stock's time over the other's, so 1 is equal and less is
+slower:
+
+    ttft          one prompt of about 700 tokens, time to the first token
+    throughput    eight prompts at once, 16 tokens each, time until all are done
+
+    .venv/bin/python benchmarks/off.py --json benchmarks/results/off.json
+
+Printed: the median ratio with its 95 % bootstrap interval. Exit status 1 if a median is below 0.99.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples" / "demo"))
+
+from cold import KEEP_MEMORY, measure  # noqa: E402
+from material import Material, Recipe, prepare  # noqa: E402
+from servers import Server, running  # noqa: E402
+
+WITHOUT = ("SGLANG_PLUGINS=sgl_blend_cpu",)
+PROMPT_TOKENS = 700
+BATCH = 8
+BOUND = 0.99
+
+
+def _prompt(draw: random.Random, material: Material, length: int) -> list[int]:
+    return [draw.randrange(100, material.vocab_size) for _ in range(length)]
+
+
+def _ttft(server: Server, prompts: list[list[int]]) -> float:
+    return measure(server, prompts[0], None)[0]
+
+
+def _batch(server: Server, prompts: list[list[int]]) -> float:
+    """Return the seconds until all prompts are answered, sent at once."""
+
+    def send(ids: list[int]) -> None:
+        sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+        body = {"input_ids": ids, "sampling_params": sampling}
+        server.http.post("/generate", json=body).raise_for_status()
+
+    start = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(BATCH) as pool:
+        list(pool.map(send, prompts))
+    return time.perf_counter() - start
+
+
+KINDS = {"ttft": (_ttft, 1, PROMPT_TOKENS), "throughput": (_batch, BATCH, 200)}
+
+
+def compare(servers: list[Server], material: Material, kind: str, pairs: int) -> list[float]:
+    """Return stock's time over the other's for fresh prompts, pair by pair.
+
+    Args:
+        servers: Without the plugin, with it.
+        material: Whose vocabulary the prompts are drawn from.
+        kind: Of KINDS.
+        pairs: How many; two more warm both servers up.
+    """
+    time_of, count, length = KINDS[kind]
+    draw = random.Random(f"{kind} {time.time()}")
+    ratios = []
+    for number in range(pairs + 2):
+        prompts = [_prompt(draw, material, length) for _ in range(count)]
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        seconds = {index: time_of(servers[index], prompts) for index in order}
+        if number >= 2:
+            ratios.append(seconds[0] / seconds[1])
+    return ratios
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """Return the 95 % bootstrap interval of the median."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[1949]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=10, help="of each kind in each round")
+    parser.add_argument("--json", type=Path, default=ROOT / "build" / "off.json")
+    args = parser.parse_args()
+    material = prepare(ROOT / "build" / "demo", Recipe(), print)
+    logs = ROOT / "build"
+    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for number in range(args.rounds):
+        with ExitStack() as stack:
+            started: dict[str, Server] = {}
+            names = {"without": (*KEEP_MEMORY, *WITHOUT), "with": KEEP_MEMORY}
+            for name in list(names) if number % 2 == 0 else list(names)[::-1]:
+                server = running(
+                    material.model, [], logs / f"off-{name}.log", lambda seconds: None, names[name]
+                )
+                started[name] = stack.enter_context(server)
+            for kind in KINDS:
+                pair = [started["without"], started["with"]]
+                ratios = compare(pair, material, kind, args.pairs)
+                found[kind] += ratios
+                print(f"round {number + 1}, {kind}: {statistics.median(ratios):.4f}", flush=True)
+    results: dict[str, Any] = {
+        kind: {"ratio": statistics.median(r), "ci95": interval(r), "pairs": r}
+        for kind, r in found.items()
+    }
+    facts = {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "date": time.strftime("%Y-%m-%d"),
+        "command": f"benchmarks/off.py --rounds {args.rounds} --pairs {args.pairs}",
+    }
+    args.json.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
+    for kind, result in results.items():
+        low, high = result["ci95"]
+        print(f"{kind}: {result['ratio']:.4f} ({low:.4f} to {high:.4f}), {len(found[kind])} pairs")
+    return int(any(result["ratio"] < BOUND for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
