@@ -85,16 +85,15 @@ class Admission:
             return self._add_plain(req, state, adder, add, reason, lookup)
         plan = _make_plan(req, state, lookup)
         if plan is None:
-            verdict = self._add_plain(req, state, adder, add, _why_no_plan(req, state), lookup)
-        elif self._is_worth_it(req, state, plan):
-            verdict = self._add_planned(req, state, adder, add, plan, lookup)
-        elif plan.exact is not None:
-            exact = Lookup((), lookup.missing, lookup.exact)
+            reason = _why_no_plan(req, state)
+        elif not self._is_worth_it(req, state, plan):
             reason = FallbackReason.NOT_FASTER
-            plan = replace(plan, spans=())
-            verdict = self._add_planned(req, state, adder, add, plan, exact, reason)
+            plan = None if plan.exact is None else replace(plan, spans=())
+            lookup = replace(lookup, hits=())
+        if plan is not None:
+            verdict = self._add_planned(req, state, adder, add, plan, lookup, reason)
         else:
-            reason = FallbackReason.NOT_FASTER
+            assert reason is not None, "a request without a plan has a reason"
             verdict = self._add_plain(req, state, adder, add, reason, lookup)
         if sglang.was_admitted(req, adder) and not self._build_first:
             self._builder.enqueue(lookup.missing)
@@ -128,7 +127,7 @@ class Admission:
         add: AddReq,
         plan: BlendPlan,
         lookup: Lookup,
-        reason: FallbackReason | None = None,
+        reason: FallbackReason | None,
     ) -> Any:
         matches = [hit.match for hit in lookup.hits]
         if lookup.exact is not None:
