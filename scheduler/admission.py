@@ -251,8 +251,6 @@ def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
     """Name a property of the request that blending does not serve."""
     if len(req.origin_input_ids) != state.num_tokens or req.to_finish is not None:
         return FallbackReason.MALFORMED  # SGLang shortens a request that it is about to abort
-    if req.session is not None:
-        return FallbackReason.SESSION
     if (
         req.multimodal_inputs is not None
         or req.input_embeds is not None

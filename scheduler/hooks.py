@@ -44,6 +44,7 @@ def after_req_init(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
     """Put the state of the arriving request on its Req."""
     arriving = _ARRIVING.get()
     if arriving is not None and arriving[0] == req.rid:
+        arriving[1].follow(req.origin_input_ids)
         setattr(req, ATTRIBUTE, arriving[1])
 
 

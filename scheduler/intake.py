@@ -70,7 +70,7 @@ class Intake:
         spans = tuple(
             span for span in prompt.spans if len(span) >= self._config.blend_min_chunk_tokens
         )
-        reason = _why_plain(recv_req, overrides, spans)
+        reason = _why_plain(overrides, spans)
         if reason is None and self._canary is not None and self._canary.tripped:
             reason = FallbackReason.CANARY
         if reason is not None:
@@ -140,12 +140,7 @@ class Intake:
         )
 
 
-def _why_plain(
-    recv_req: Any, overrides: Overrides, spans: tuple[Span, ...]
-) -> FallbackReason | None:
+def _why_plain(overrides: Overrides, spans: tuple[Span, ...]) -> FallbackReason | None:
     if not overrides.enabled:
         return FallbackReason.DISABLED
-    if not spans:
-        return FallbackReason.NO_CHUNKS
-    # A session puts earlier turns before these tokens, so their offsets would point elsewhere.
-    return None if recv_req.session_params is None else FallbackReason.SESSION
+    return None if spans else FallbackReason.NO_CHUNKS

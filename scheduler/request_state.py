@@ -1,5 +1,8 @@
 """What the scheduler process remembers of one request; it lives on the request and dies with it."""
 
+from __future__ import annotations
+
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +66,22 @@ class RequestState:
             ratio=self.ratio,
             fallback=None if self.fallback is None else str(self.fallback),
         )
+
+    def follow(self, tokens: array[int]) -> None:
+        """Take the prompt as SGLang put it together: a session puts earlier turns before these tokens.
+
+        Args:
+            tokens: The whole prompt, which ends with the tokens that were read. A session may have
+                taken a BOS away from their beginning.
+        """
+        history = len(tokens) - self.num_tokens
+        if history <= 0:
+            return
+        self.num_tokens = self.report["prompt_tokens"] = len(tokens)
+        self.spans = tuple(Span(s.start + history, s.stop + history) for s in self.spans)
+        there = [tokens[span.start : span.stop].tobytes() for span in self.spans]
+        if self.fallback is None and there != [key.tokens for key in self.keys]:
+            self.fallback = FallbackReason.MALFORMED
 
     def start_admission(self, *, hits: int, misses: int, fallback: FallbackReason | None) -> None:
         """Begin to count anew; a retracted request is admitted again from the start."""

@@ -155,6 +155,11 @@ SERVED = (
         "each has a cache of its own; route by documents for hits",
         "tests/test_server.py",
     ),
+    Road(
+        "sessions",
+        "separators and spans count in the turn's own tokens; earlier turns are its prefix",
+        "tests/test_roads.py",
+    ),
     Road("n > 1", "samples share the first one's blended prefix", "tests/test_server.py"),
     Road("constrained decoding, logit processors", "decoding is stock", "tests/test_server.py"),
     Road("streaming", "the report comes with the first token", "tests/test_server.py"),

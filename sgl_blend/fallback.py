@@ -14,7 +14,6 @@ class FallbackReason(StrEnum):
     NO_MEMORY = "the pool cannot hold the request beside its chunks"
     BUILD_NOT_ADMITTED = "a missing chunk could not be built"
     MALFORMED = "malformed blend parameters"
-    SESSION = "requests of a session are not blended"
     MULTIMODAL = "prompts with embeddings or images are not blended"
     BEAM_SEARCH = "beam search is not blended"
     CANARY = "the canary switched blending off"

@@ -159,28 +159,65 @@ def test_preempted_requests_are_blended_again_and_answer_exactly(
 # --- sessions ---
 
 
-def _session(driver: Driver) -> list[dict[str, Any]]:
-    """Two turns of a session with chunks in both; SGLang puts the first before the second."""
+def _session(driver: Driver) -> tuple[list[Answer], list[Answer], int]:
+    """Two turns with chunks in both; SGLang puts the first, and its answer, before the second.
+
+    Returns:
+        The answers, those of a full prefill of the same tokens, and the tokens before the second turn.
+    """
     from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
 
     driver.settle()
-    driver.ask(rag(0, 1))
+    driver.flush()
+    driver.ask(rag(0, 1, 2))
     driver.settle()
     driver.scheduler.open_session(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="s"))
-    reports = []
-    rid = None
-    for order in ((1, 0), (0, 1)):
-        received = driver.receive(rag(*order, max_new_tokens=3))
+    answers, full, history, rid = [], [], 0, None
+    for order in ((1, 0), (2, 0)):
+        prompt = rag(*order, max_new_tokens=3, params={"sgl_blend_ratio": 1.0})
+        received = driver.receive(prompt)
         received.session_params = SessionParams(id="s", rid=rid)
         req = driver.hand_over(received)
+        tokens, rid = list(req.origin_input_ids), received.rid
+        history = len(tokens) - len(prompt.tokens)
         driver.run_until(req.finished)
-        reports.append(driver.answer(req).report)
-        rid = received.rid
-    return reports
+        answers.append(driver.answer(req))
+        driver.settle()
+        full += driver.ask(Prompt([tokens], salt="reference", max_new_tokens=3))
+        driver.settle()
+    return answers, full, history
 
 
-def test_requests_of_a_session_are_served_in_full_and_counted(start_engine: StartEngine) -> None:
-    reports = start_engine().call(_session)
-    assert [report["fallback"] for report in reports] == [
-        "requests of a session are not blended"
-    ] * 2
+def test_every_turn_of_a_session_is_blended(start_engine: StartEngine) -> None:
+    answers, full, history = start_engine().call(_session)
+    assert history == len(rag(1, 0).tokens) + 3
+    for answer, want in zip(answers, full, strict=True):
+        assert answer.report["fallback"] is None
+        assert answer.report["chunk_hits"] == 2
+        assert_same(answer, want)
+    assert answers[1].report["prompt_tokens"] == history + len(rag(2, 0).tokens)
+    assert answers[1].report["prefix_tokens"] >= history - 3, "the first turn was prefilled again"
+    assert answers[1].report["recomputed_tokens"] == 2 * 80
+
+
+def test_a_chunk_that_a_session_changed_is_not_taken_for_the_stored_one() -> None:
+    from array import array
+
+    from sgl_blend.fallback import FallbackReason
+    from sgl_blend.radix_ext.chunk_store import ChunkKey
+    from sgl_blend.request import Span
+    from sgl_blend.scheduler.request_state import RequestState
+
+    def state_of_turn() -> RequestState:
+        # A turn of six tokens, the first a BOS, and its first four are a chunk.
+        key = ChunkKey("salt", None, b"", array("q", [1, 5, 6, 7]).tobytes())
+        return RequestState(6, (Span(0, 4),), (key,), None, "hkvd", 0.15)
+
+    whole, cut = state_of_turn(), state_of_turn()
+    whole.follow(array("q", [3, 3, 3, 1, 5, 6, 7, 8, 9]))
+    cut.follow(array("q", [3, 3, 3, 5, 6, 7, 8, 9]))
+
+    assert whole.fallback is None
+    assert whole.spans == (Span(3, 7),)
+    assert whole.report["prompt_tokens"] == whole.num_tokens == 9
+    assert cut.fallback is FallbackReason.MALFORMED
