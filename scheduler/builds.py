@@ -75,6 +75,11 @@ class ChunkBuilder:
         return len(self._pending)
 
     @property
+    def num_forgotten(self) -> int:
+        """Builds given up: too many, or too large for the pool."""
+        return self._pending.num_forgotten
+
+    @property
     def num_unfinished(self) -> int:
         """Chunks that are waiting to be built or being built."""
         running = sum(bool(key.length) and key not in self._pending for key in self._in_flight)

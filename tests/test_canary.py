@@ -4,6 +4,7 @@ Every scheduler test ends in Driver.settle, where SGLang's strict memory check r
 the driver raises where anything of a shadow is streamed.
 """
 
+import inspect
 import itertools
 import logging
 import math
@@ -525,7 +526,9 @@ def _retract_a_shadow(driver: Driver) -> tuple[int, int]:
     before = _begin(driver)
     batch, result = _launch_a_shadow(driver)
     scheduler = driver.scheduler
+    wants_args = "server_args" in inspect.signature(retract_all).parameters  # 0.5.17
     retract_all(
+        **({"server_args": scheduler.server_args} if wants_args else {}),
         reqs=batch.reqs,
         req_to_token_pool=scheduler.req_to_token_pool,
         token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
