@@ -290,6 +290,8 @@ def test_a_waiting_request_goes_before_a_shadow(start_engine: StartEngine) -> No
 
 def _a_request_between_two_steps(driver: Driver) -> tuple[int, list[int]]:
     """Send a request behind a shadow's first step; return when it was done, and the steps' sizes."""
+    from sgl_blend.sglang_adapter import step_range
+
     before = _begin(driver)
     sizes: list[int] = []
 
@@ -300,7 +302,8 @@ def _a_request_between_two_steps(driver: Driver) -> tuple[int, list[int]]:
         if own:
             assert len(batch.reqs) == 1, "a shadow shared its batch"
             assert driver.scheduler.chunked_req is None, "a shadow was cut"
-            sizes.append(own[0].extend_range.length)
+            start, stop = step_range(own[0])
+            sizes.append(stop - start)
 
     def step_until(done: Callable[[], bool]) -> int:
         for rounds in range(10**5):
