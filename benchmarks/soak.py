@@ -55,7 +55,7 @@ PAUSE_EVERY_S = 60.0
 MAX_GROWTH = 0.03
 NEAR_TIE_NATS = 1e-3
 BLEND_FLAGS = [
-    *("--enable-blend", "--enable-metrics", "--max-total-tokens", "3000", "--blend-when", "always"),
+    *("--enable-blend", "--enable-metrics", "--max-total-tokens", "4000", "--blend-when", "always"),
     *("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.05"),
     *("--log-level", "warning", "--max-running-requests", "16"),
 ]
@@ -111,8 +111,8 @@ class Traffic:
         self._stock = stock
         self._tally = tally
         self._separator = separator
-        items = make_held_out(3, 40)
-        self._systems = [str(item["system"]) for item in items[:3]]
+        items = make_held_out(3, 12)
+        self._systems = [str(item["system"]) for item in items[:2]]
         self._documents = [f"<doc> {chunk}" for item in items for chunk in _texts(item["chunks"])]
         self._questions = [f"<ask> {item['question']}" for item in items]
         self._actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
@@ -129,12 +129,17 @@ class Traffic:
         }
 
     def prompt(self, draw: random.Random, chunks: int) -> str:
-        """Return a prompt of chunks out of a pool far larger than the cache."""
+        """Return a prompt of chunks out of a pool larger than the cache, some far more often asked."""
         marked = "".join(
             f"{self._separator}{document}{self._separator}"
-            for document in draw.sample(self._documents, chunks)
+            for document in self._draw_documents(draw, chunks)
         )
         return f"{draw.choice(self._systems)}{marked}{draw.choice(self._questions)}"
+
+    def _draw_documents(self, draw: random.Random, count: int) -> list[str]:
+        hot = self._documents[:6]
+        pool = hot if count <= len(hot) and draw.random() < 0.8 else self._documents
+        return draw.sample(pool, min(count, len(pool)))
 
     def body(self, draw: random.Random, text: str, **sampling: Any) -> dict[str, Any]:
         """Return a request of one of the tenants; greedy."""

@@ -56,6 +56,7 @@ class Prompt:
     temperature: float = 0.0
     logprob_start_len: int = -1
     priority: int | None = None
+    ignore_eos: bool = True
     logprobs: bool = True
     """Ask for the logprobs of the whole vocabulary; SGLang keeps such requests out of mixed batches."""
 
@@ -171,7 +172,7 @@ class Driver:
         sampling = SamplingParams(
             temperature=prompt.temperature,
             max_new_tokens=prompt.max_new_tokens,
-            ignore_eos=True,
+            ignore_eos=prompt.ignore_eos,
             custom_params=custom or None,
         )
         sampling.normalize(None)

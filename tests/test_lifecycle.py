@@ -98,20 +98,22 @@ def _retract(driver: Driver, ratio: float) -> tuple[int, list[Any], list[Any]]:
     params = {"sgl_blend_ratio": ratio}
     prompts = [
         rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[0]], random_tokens(70 + i, 5), max_new_tokens=120)
-        for i in range(5)
+        for i in range(9)
     ]
     for prompt in prompts:
         prompt.params = params
+        prompt.ignore_eos = False  # SGLang 0.5.23 sets the whole length aside for who ignores it
     reqs = [driver.submit(prompt) for prompt in prompts]
     driver.run_until(lambda: all(req.finished() for req in reqs))
     retracted = sum(req.retraction_count for req in reqs)
     answers = [driver.answer(req) for req in reqs]
     driver.settle()
     driver.flush()
-    full = [
-        driver.ask(Prompt([prompt.tokens], max_new_tokens=120, salt="reference"))[0]
+    references = [
+        Prompt([prompt.tokens], max_new_tokens=120, salt="reference", ignore_eos=False)
         for prompt in prompts
     ]
+    full = [driver.ask(reference)[0] for reference in references]
     driver.settle()
     return retracted, answers, full
 
