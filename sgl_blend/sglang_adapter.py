@@ -317,7 +317,7 @@ def set_prefix(req: Any, found: TreeMatch) -> None:
 
 
 def step_range(req: Any) -> tuple[int, int]:
-    """Return first and last-but-one position of the prefill step that was admitted."""
+    """Return the positions [start, stop) of the prefill step that was admitted."""
     if features().extend_is_range:
         return req.extend_range.start, req.extend_range.end
     return req.prefix_len, req.extend_end

@@ -477,6 +477,17 @@ REFUSED = {
 }
 
 
+def _wait_for_builds_of_all(server: Server) -> list[dict[str, Any]]:
+    """Return every replica's totals once none has a chunk to build."""
+    for _ in range(200):
+        states = server.request("/server_info")[1]["internal_states"]
+        totals = [state["sgl_blend"] for state in states]
+        if not any(total["chunks_pending"] for total in totals):
+            return totals
+        time.sleep(0.1)
+    raise AssertionError("background builds did not end")
+
+
 def test_data_parallel_replicas_blend_each_on_its_own(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = ["--enable-blend", "--blend-when", "always", "--dp-size", "2"]
@@ -486,11 +497,9 @@ def test_data_parallel_replicas_blend_each_on_its_own(model: Path, tmp_path: Pat
         orders = ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1), (1, 0, 2))
         for number, order in enumerate(orders):
             server.generate(rag_text(*order, question=f"Question {number}?"))
-            time.sleep(1.0)
-        states = server.request("/server_info")[1]["internal_states"]
+            totals = _wait_for_builds_of_all(server)
     finally:
         stop(server)
-    totals = [state["sgl_blend"] for state in states]
     assert len(totals) == 2
     for total in totals:
         assert total["requests"] >= 2
