@@ -51,6 +51,8 @@ class FairShare:
         self._evicted = 0
         self._admitted = 0
         self._older = capacity
+        self._look_at = 0
+        self._older_then = capacity
 
     @property
     def num_chunks(self) -> int:
@@ -82,6 +84,8 @@ class FairShare:
         # How much is surely older than what is used now: little after a moment in which running
         # requests held nearly everything, and more again as eviction goes on.
         self._older = min(self._older + num_tokens, evictable)
+        if self._evicted < self._look_at and 2 * self._older >= self._older_then:
+            return  # decoding evicts a few tokens at a time
         self._forget_idle()
         if len(self._tenants) < 2:
             return
@@ -90,6 +94,7 @@ class FairShare:
             self._trim(tenant, level)
         protected = sum(tenant.tokens for tenant in self._tenants.values())
         horizon = max(0, self._older - protected) // 2
+        self._look_at, self._older_then = self._evicted + horizon // 4, self._older
         # What is matched last is evicted last: the smallest tenants are.
         for tenant in sorted(self._tenants.values(), key=lambda t: t.tokens, reverse=True):
             self._refresh(tenant, horizon)
