@@ -122,7 +122,7 @@ def _check_patterns(start_engine: StartEngine, road: str, num_cases: int) -> Non
 
 @pytest.mark.parametrize("road", ROADS)
 def test_l6_any_pattern_is_legal(start_engine: StartEngine, road: str) -> None:
-    _check_patterns(start_engine, road, 60)
+    _check_patterns(start_engine, road, 45)
 
 
 @pytest.mark.slow
