@@ -4,6 +4,10 @@ PYTHON ?= python3
 # Arguments of `pip install` for torch alone, for machines whose index offers the CUDA build first.
 TORCH_PIP_ARGS ?= torch==2.13.0
 PYTEST_ARGS ?=
+# Test processes; each may hold one or two engines, a GB of memory each.
+TEST_PROCESSES ?= 2
+# A process that is done takes over the last tests of another; tests of one file share their engine.
+PARALLEL := -n $(TEST_PROCESSES) --dist worksteal
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -35,13 +39,13 @@ demo: $(READY)
 	$(PY) examples/demo/run.py
 
 test: $(READY)
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 # Versions of SGLang, all supported ones by default.
 VERSIONS ?=
 
 test-versions: $(READY)
-	$(PY) tools/test_versions.py $(VERSIONS) -- $(PYTEST_ARGS)
+	$(PY) tools/test_versions.py $(VERSIONS) -- $(PARALLEL) $(PYTEST_ARGS)
 
 SOAK_ARGS ?=
 
@@ -49,7 +53,7 @@ soak: $(READY)
 	$(PY) benchmarks/soak.py $(SOAK_ARGS)
 
 slow: $(READY)
-	$(PY) -m pytest -m slow $(PYTEST_ARGS)
+	$(PY) -m pytest -m slow $(PARALLEL) $(PYTEST_ARGS)
 
 # The test model is so small that a second thread makes it slower.
 ONE_THREAD := OMP_NUM_THREADS=1

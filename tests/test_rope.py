@@ -100,7 +100,11 @@ def test_every_kind_that_is_not_known_is_refused() -> None:
             read_rotation(layers_of(stranger))
 
 
-@pytest.mark.parametrize("layer", [SimpleNamespace(), SimpleNamespace(self_attn=object())], ids=str)
+@pytest.mark.parametrize(
+    "layer",
+    [SimpleNamespace(), SimpleNamespace(self_attn=object())],
+    ids=["no attention", "no rotation"],
+)
 def test_a_model_without_rotary_embedding_is_refused(layer: Any) -> None:
     with pytest.raises(UnsupportedError, match="rotary embedding NoneType is not supported"):
         read_rotation([layer])

@@ -88,7 +88,13 @@ def free_port() -> int:
 
 def start_server(command: list[str], log: Path, cwd: Path, **more: str) -> Server:
     port = free_port()
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", **more}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",  # tiny matrices only wait for each other, and tests run in parallel
+        **more,
+    }
     with log.open("wb") as out:
         process = subprocess.Popen(
             [*command, *CPU_FLAGS, "--port", str(port)],
