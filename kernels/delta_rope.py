@@ -7,6 +7,8 @@ every row; the cached key carries it already, so the composite divides by |row(o
 a pure rotation.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from sgl_blend.kernels.checks import check_tensor
@@ -105,3 +107,31 @@ def copy_rotated(
     check_tensor("dest_slots", dest_slots, shape=(source_slots.shape[0],))
     k_pool[dest_slots] = rotate_keys(k_pool[source_slots], cos, sin, neox=neox)
     v_pool[dest_slots] = v_pool[source_slots]
+
+
+@dataclass(frozen=True)
+class LayerPools:
+    """KV pools of all layers.
+
+    Attributes:
+        k: Per layer [num_slots, num_kv_heads, head_dim].
+        v: Per layer [num_slots, num_kv_heads, v_head_dim].
+    """
+
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+
+
+def copy_rotated_layers(
+    pools: LayerPools,
+    layers: range,
+    source_slots: torch.Tensor,
+    dest_slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    neox: bool,
+) -> None:
+    """Do what copy_rotated does, in a range of layers."""
+    for layer in layers:
+        copy_rotated(pools.k[layer], pools.v[layer], source_slots, dest_slots, cos, sin, neox=neox)

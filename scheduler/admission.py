@@ -11,7 +11,9 @@ from typing import Any
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.cost_model import CostModel
 from sgl_blend.fallback import FallbackReason
+from sgl_blend.phases import Phase, phase
 from sgl_blend.plan import BlendPlan, LayerSplit, ReusedSpan
+from sgl_blend.policies import POLICIES
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.request import Span
@@ -75,7 +77,8 @@ class Admission:
         reason = state.fallback or _why_not(req, state)
         if reason is not None:
             return self._add_plain(req, state, adder, add, reason)
-        lookup = self._look_up(req, state)
+        with phase(Phase.MATCH):
+            lookup = self._look_up(req, state)
         if self._build_first and lookup.missing:
             verdict = self._build(state, lookup.missing, adder, add)
             if verdict is not None:
@@ -156,7 +159,11 @@ class Admission:
         if self._cost_model is None or window is None or not window.spans:
             return True
         num_rows = window.stop - window.head_stop
-        return self._cost_model.saves_s(num_rows, window.num_dropped) >= 0
+        early = POLICIES[window.policy].skips_full_layers
+        saved = self._cost_model.saves_s(
+            num_rows, window.num_candidates, window.num_dropped, early=early
+        )
+        return saved >= 0
 
     def _refund(self, req: Any, adder: Any, plan: BlendPlan, verdict: Any) -> Any:
         """Do not charge the batch for rows that an admitted plan drops; return the new verdict.

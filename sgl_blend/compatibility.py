@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from sgl_blend.errors import UnsupportedError
 
 
@@ -218,7 +220,8 @@ def check_layers(layers: list[Any]) -> None:
     """Refuse decoder layers whose attention is more than causal softmax attention.
 
     Raises:
-        UnsupportedError: A layer has a sliding window, a logit cap or its own attention kind.
+        UnsupportedError: A layer has a sliding window, a logit cap or its own attention kind, or no
+            norm between attention and MLP.
     """
     for index, layer in enumerate(layers):
         attention = getattr(getattr(layer, "self_attn", None), "attn", None)
@@ -231,3 +234,5 @@ def check_layers(layers: list[Any]) -> None:
             raise UnsupportedError(f"enable_blend: layer {index} caps its attention logits")
         if attention.attn_type.value != "decoder" or attention.is_cross_attention:
             raise UnsupportedError(f"enable_blend: layer {index} is not causal self-attention")
+        if not isinstance(getattr(layer, "post_attention_layernorm", None), nn.Module):
+            raise UnsupportedError(f"enable_blend: layer {index} has no post_attention_layernorm")

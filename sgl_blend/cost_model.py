@@ -1,10 +1,11 @@
 """When blending is worth it: what a plan saves against what it costs, in this machine's own times.
 
 Saved is linear work: rows that are dropped do not pass the layers above the check layer. Paid are the
-selection, a second plan for attention, and in every layer above a copy. All of it is measured once
-at start, on the loaded model's own modules and its own KV pool, for several numbers of rows, because
-a small matrix product on a GPU takes as long as one of a single row. Attention itself is left out: it
-shrinks too, so a plan is at least as good as it looks here.
+selection, a second plan for attention, and for every layer above a copy of all reused KV. All of it is
+measured once at start, on the loaded model's own modules and its own KV pool, for several numbers of
+rows, because a small matrix product on a GPU takes as long as one of a single row. Attention itself is
+left out: it shrinks too, and so do attention and MLP of the check layer, so a plan is at least as good
+as it looks here.
 """
 
 import bisect
@@ -55,24 +56,32 @@ class CostModel:
         self._times = times
         self._layers = layers
 
-    def saves_s(self, num_rows: int, num_dropped: int) -> float:
+    def saves_s(
+        self, num_rows: int, num_reused: int, num_dropped: int, *, early: bool = False
+    ) -> float:
         """Return how many seconds a prefill gains; negative if blending makes it slower.
 
         Args:
-            num_rows: Rows that are computed up to the check layer.
-            num_dropped: Those of them that are not computed above it.
+            num_rows: Rows of the prefill.
+            num_reused: Those of them whose KV is copied.
+            num_dropped: Those of these that are not computed to the end.
+            early: Whether they are dropped before the first layer, not in the check layer.
         """
         if num_dropped == 0:
             return 0.0
-        times, above = self._times, self._layers.above
-        saved = above * (_at(times.layer, num_rows) - _at(times.layer, num_rows - num_dropped))
-        moving = above * (_at(times.copy, num_dropped) + times.attend_layer)
+        times = self._times
+        layers = self._layers.total if early else self._layers.above
+        saved = layers * (_at(times.layer, num_rows) - _at(times.layer, num_rows - num_dropped))
+        moving = layers * (_at(times.copy, num_reused) + times.attend_layer)
         return saved - moving - _at(times.select, num_rows) - times.attend
 
     def least_rows(self, ratio: float) -> int:
         """Return from how many rows on, all but 32 of them reusable, blending wins; a power of two."""
         rows = 64
-        while rows < 1 << 20 and self.saves_s(rows, int((rows - 32) * (1 - ratio))) <= 0:
+        while rows < 1 << 20:
+            reused = rows - 32
+            if self.saves_s(rows, reused, int(reused * (1 - ratio))) > 0:
+                break
             rows *= 2
         return rows
 

@@ -2,12 +2,14 @@
 
     rows of the step        head    | chunks and everything else
     not computed            copied  |
-    layers [0, check]               | all rows, stock layers
-    selection                       | candidates lose those that deviate least
-    layers (check, last]            | kept rows; dropped rows' KV is copied and rotated
+    layers below check              | all rows, stock layers
+    check layer                     | fresh KV of all rows; selection; attention and MLP of kept rows
+    layers above                    | kept rows
                                     | gradual policies: selection again, among the kept rows
     norm, logits                    | stock
 
+Whatever is copied is copied before the first layer, for all layers in which a row may be dropped; a
+row that is kept after all writes its fresh KV over the copy.
 Every count is known on the host before the forward; which rows are kept is known to the device only.
 """
 
@@ -18,9 +20,11 @@ from typing import Any
 import torch
 
 from sgl_blend import sglang_adapter as sglang
-from sgl_blend.attention import BlendAttention, Candidates, HeadCopy
+from sgl_blend.attention import BlendAttention, Candidates
 from sgl_blend.kernels.kv_deviation import kv_deviation
 from sgl_blend.kernels.row_partition import first_rows
+from sgl_blend.kv_mover import KVMover, Move
+from sgl_blend.phases import Phase, phase
 from sgl_blend.plan import LayerSplit, Window
 from sgl_blend.policies import POLICIES, Score
 from sgl_blend.ranks import Ranks
@@ -36,6 +40,8 @@ class Fusor:
 
     def __init__(self, runner: Any, rotation: Rotation, layers: LayerSplit, ranks: Ranks) -> None:
         self.layers = layers
+        self._modules = sglang.decoder_layers(runner.model)
+        self._mover = KVMover(sglang.layer_pools(runner), neox=rotation.neox)
         self._runner = runner
         self._rotation = rotation
         self._ranks = ranks
@@ -54,45 +60,60 @@ class Fusor:
         runner = self._runner
         runner._prepare_eager_forward_batch(forward_batch)
         batch = sglang.copy_batch(forward_batch)
-        head = _take_heads(batch, windows)
-        candidates = self._candidates(batch, windows)
+        with phase(Phase.PLAN):
+            heads = self._take_heads(batch, windows)
+            candidates = self._candidates(batch, windows)
+        with phase(Phase.COPY):
+            self._mover.move(heads)
         if any(POLICIES[group.policy].score is Score.FULL for group in candidates):
-            candidates = self._choose_by_full_prefill(batch, head, candidates)
-        backend = self._backend(batch, head, candidates)
-        num_rows = list(batch.extend_seq_lens_cpu)
+            candidates = self._choose_by_full_prefill(batch, candidates)
+        early = [group for group in candidates if POLICIES[group.policy].skips_full_layers]
+        late = [group for group in candidates if not POLICIES[group.policy].skips_full_layers]
+        moves = self._moves(late, self.layers.check + 1, batch)
+        with phase(Phase.COPY):
+            self._mover.move(self._moves(early, 0, batch))
+            self._mover.start(moves)
+        backend = self._backend(batch, candidates)
         with sglang.forward_with(backend, batch):
+            if early:
+                backend.drop_chosen()
             done = 0
-            for layer in _selecting_layers(candidates, self.layers.check):
-                backend.select_at(layer)
-                runner.forward_split_prefill(batch, forward_count=layer + 1 - done)
+            for layer in _selecting_layers(late, self.layers.check):
+                is_first = layer == self.layers.check
+                with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
+                    self._run_layers(batch, layer - done)
+                with phase(Phase.CHECK_LAYER):
+                    backend.select_at(layer)
+                    with sglang.residual_rows(self._modules[layer], lambda: backend.kept_rows):
+                        self._run_layers(batch, 1)
+                    self._mover.wait()
                 done = layer + 1
-                assert backend.kept_rows is not None, "the layer selects"
-                sglang.take_hidden_rows(batch, backend.kept_rows)
-                kept = _rows_above(layer - self.layers.check, num_rows, candidates)
-                sglang.take_rows(batch, backend.kept_rows, kept)
-                backend.enter_ragged(batch)
-            logits = runner.forward_split_prefill(batch, forward_count=self.layers.total)
+            with (
+                phase(Phase.SHRUNK_LAYERS),
+                sglang.entering(runner.model.logits_processor, lambda: phase(Phase.LOGITS)),
+            ):
+                logits = self._run_layers(batch, self.layers.total - done)
         return sglang.model_output(logits)
 
-    def _backend(
-        self, batch: Any, head: HeadCopy | None, candidates: list[Candidates]
-    ) -> BlendAttention:
+    def _run_layers(self, batch: Any, count: int) -> Any:
+        """Run the next layers; return the logits behind the last one."""
+        return self._runner.forward_split_prefill(batch, forward_count=count) if count else None
+
+    def _backend(self, batch: Any, candidates: list[Candidates]) -> BlendAttention:
         return BlendAttention(
             self._runner.attn_backend,
             check_layer=self.layers.check,
             neox=self._rotation.neox,
-            head=head,
             candidates=candidates,
             batch=batch,
+            dtype=self._runner.dtype,
             ranks=self._ranks,
         )
 
-    def _choose_by_full_prefill(
-        self, batch: Any, head: HeadCopy | None, candidates: list[Candidates]
-    ) -> list[Candidates]:
+    def _choose_by_full_prefill(self, batch: Any, candidates: list[Candidates]) -> list[Candidates]:
         """Prefill in full first and let oracle policies choose by what it finds."""
         full = sglang.copy_batch(batch)
-        with sglang.forward_with(self._backend(full, head, []), full):
+        with sglang.forward_with(self._backend(full, []), full):
             self._runner.forward_split_prefill(full, forward_count=self.layers.total)
         return [
             replace(group, chosen=self._choose_truly_deviating(batch, group))
@@ -112,6 +133,47 @@ class Fusor:
             )
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return POLICIES[group.policy].select(scores, group.chunk_lengths, group.schedule[0])
+
+    def _take_heads(self, batch: Any, windows: Sequence[Window | None]) -> list[Move]:
+        """Take the rows of exact heads out of the batch and return the copies that stand for them."""
+        lengths = batch.extend_seq_lens_cpu
+        heads = [0 if window is None else window.head_stop - window.start for window in windows]
+        if not any(heads):
+            return []
+        starts = first_rows(lengths)
+        device = batch.input_ids.device
+        head_rows = torch.cat([_range(s, h) for s, h in zip(starts, heads, strict=True)])
+        body_rows = torch.cat(
+            [_range(s + h, n - h) for s, h, n in zip(starts, heads, lengths, strict=True)]
+        )
+        positions = torch.zeros(sum(heads), dtype=torch.int64, device=device)
+        cos, sin = self._rotation.between(positions, positions)  # an exact head stays where it was
+        move = Move(
+            layers=range(self.layers.total),
+            source_slots=torch.cat(
+                [window.head.slots for window in windows if window is not None and window.head]
+            ),
+            dest_slots=batch.out_cache_loc[sglang.to_device(head_rows, device)],
+            cos=cos,
+            sin=sin,
+        )
+        sglang.advance_prefix(batch, heads)
+        body = [length - head for length, head in zip(lengths, heads, strict=True)]
+        sglang.take_rows(batch, sglang.to_device(body_rows, device), body)
+        return [move]
+
+    def _moves(self, groups: list[Candidates], first_layer: int, batch: Any) -> list[Move]:
+        """Return the copies of all rows of some groups, in all layers from one on."""
+        return [
+            Move(
+                layers=range(first_layer, self.layers.total),
+                source_slots=group.source_slots,
+                dest_slots=batch.out_cache_loc[group.rows],
+                cos=group.cos,
+                sin=group.sin,
+            )
+            for group in groups
+        ]
 
     def _candidates(self, batch: Any, windows: Sequence[Window | None]) -> list[Candidates]:
         """Collect, per request that drops rows, what selection and copying need."""
@@ -170,38 +232,6 @@ def _selecting_layers(candidates: list[Candidates], check_layer: int) -> list[in
             if new < old
         )
     return sorted(layers)
-
-
-def _rows_above(index: int, num_rows: list[int], candidates: list[Candidates]) -> list[int]:
-    """Return how many rows of each request are computed in the index-th layer above the check."""
-    rows = list(num_rows)
-    for group in candidates:
-        rows[group.request] -= group.rows.numel() - group.schedule[index]
-    return rows
-
-
-def _take_heads(batch: Any, windows: Sequence[Window | None]) -> HeadCopy | None:
-    """Remove the rows of exact heads from the batch and say what to copy in their place."""
-    lengths = batch.extend_seq_lens_cpu
-    heads = [0 if window is None else window.head_stop - window.start for window in windows]
-    if not any(heads):
-        return None
-    starts = first_rows(lengths)
-    device = batch.input_ids.device
-    head_rows = torch.cat([_range(s, h) for s, h in zip(starts, heads, strict=True)])
-    body_rows = torch.cat(
-        [_range(s + h, n - h) for s, h, n in zip(starts, heads, lengths, strict=True)]
-    )
-    copy = HeadCopy(
-        source_slots=torch.cat(
-            [window.head.slots for window in windows if window is not None and window.head]
-        ),
-        dest_slots=batch.out_cache_loc[sglang.to_device(head_rows, device)],
-    )
-    sglang.advance_prefix(batch, heads)
-    body = [length - head for length, head in zip(lengths, heads, strict=True)]
-    sglang.take_rows(batch, sglang.to_device(body_rows, device), body)
-    return copy
 
 
 def _range(start: int, length: int) -> torch.Tensor:

@@ -4,12 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
-from sgl_blend.policies import keep_schedule, recompute_budget
+from sgl_blend.policies import POLICIES, keep_schedule, recompute_budget
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """The model's layers: all rows are computed up to the check layer, kept rows above it."""
+    """The model's layers: below the check layer all rows are computed, above it kept rows.
+
+    In the check layer itself all rows are projected to fresh KV, and kept rows attend and pass the MLP.
+    """
 
     check: int
     total: int
@@ -95,8 +98,13 @@ class Window:
         return keep_schedule(self.policy, self.ratio, self.num_candidates, layers.above)
 
     def layer_rows(self, layers: LayerSplit) -> int:
-        """Return the step's cost: over all layers, how many rows are computed in each."""
+        """Return the step's cost: over all layers, how many rows are computed in each.
+
+        The check layer counts with all rows, though most of its work is done for kept rows only.
+        """
         rows = self.stop - self.head_stop
+        if POLICIES[self.policy].skips_full_layers:
+            return (rows - self.num_dropped) * layers.total
         gone = sum(self.num_candidates - kept for kept in self.schedule(layers))
         return rows * layers.total - gone
 

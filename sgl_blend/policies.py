@@ -53,6 +53,8 @@ class Policy:
         fixed_ratio: The only ratio the policy has, or None if the request chooses.
         gradual: Whether the choice is made anew in every layer above the check layer, among the
             tokens of the layer before.
+        skips_full_layers: Whether the rows it does not choose are dropped before the first layer,
+            because nothing needs to be seen for the choice.
         evaluation_only: Whether it costs a full prefill, which no server should pay.
     """
 
@@ -60,6 +62,7 @@ class Policy:
     select: Select
     fixed_ratio: float | None = None
     gradual: bool = False
+    skips_full_layers: bool = False
     evaluation_only: bool = False
 
 
@@ -130,8 +133,8 @@ POLICIES: dict[str, Policy] = {
     "gradual": Policy(Score.V, select_hkvd, gradual=True),
     "hybrid": Policy(Score.V, select_hybrid),
     "query-aware": Policy(Score.QUERY, select_hkvd),
-    "edge": Policy(Score.NOTHING, select_edges),
-    "first-k": Policy(Score.NOTHING, select_first_k),
+    "edge": Policy(Score.NOTHING, select_edges, skips_full_layers=True),
+    "first-k": Policy(Score.NOTHING, select_first_k, skips_full_layers=True),
     "random": Policy(Score.NOTHING, select_random),
     "none": Policy(Score.NOTHING, select_leading, fixed_ratio=0.0),
     "all": Policy(Score.NOTHING, select_leading, fixed_ratio=1.0),

@@ -10,14 +10,15 @@ import copy
 import functools
 import inspect
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sgl_blend.errors import UnsupportedError
+from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.row_partition import first_rows
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
@@ -37,8 +38,6 @@ class Features:
         kv_has_owner: A request's KV record tells whether it holds slots, and how many of them are
             the tree's; otherwise the request does.
         context_takes_batch: A forward context wants the batch too.
-        residual_writer: Function that puts a hidden state back into a batch with a residual stream;
-            None where there is no such stream.
     """
 
     version: str
@@ -47,7 +46,6 @@ class Features:
     extend_is_range: bool
     kv_has_owner: bool
     context_takes_batch: bool
-    residual_writer: str | None
 
 
 @functools.cache
@@ -74,7 +72,6 @@ def features() -> Features:
     has_slots = "device_indices" in MatchResult._fields
     has_lengths = "device_prefix_len" in MatchResult._fields
     key_slots = RadixKey.__slots__
-    writers = _residual_writers()
     wanted = {
         "MatchResult.device_indices or .device_prefix_len": has_slots or has_lengths,
         "BasePrefixCache.path_device_indices": has_slots
@@ -84,7 +81,6 @@ def features() -> Features:
         "PrefillAdder.add_chunked_req": hasattr(PrefillAdder, "add_chunked_req"),
         "ModelRunner.forward_split_prefill": hasattr(ModelRunner, "forward_split_prefill"),
         "memory_pool.KVWriteLoc": hasattr(memory_pool, "KVWriteLoc"),
-        "residual.batch.written or .set_written": writers is None or bool(writers),
     }
     missing = [name for name, there in wanted.items() if not there]
     if missing:
@@ -100,17 +96,7 @@ def features() -> Features:
         kv_has_owner=hasattr(ReqKvInfo, "holds_kv"),
         context_takes_batch="forward_batch"
         in inspect.signature(forward_context.forward_context).parameters,
-        residual_writer=writers[0] if writers else None,
     )
-
-
-def _residual_writers() -> list[str] | None:
-    """Return the names SGLang has for putting a hidden state back; None without residual streams."""
-    try:
-        from sglang.srt.layers.layer_boundary.residual import batch
-    except ImportError:
-        return None
-    return [name for name in ("written", "set_written") if hasattr(batch, name)]
 
 
 def check_version(*, allow_untested: bool) -> Features:
@@ -476,19 +462,56 @@ def advance_prefix(batch: Any, tokens: list[int]) -> None:
     )
 
 
-def take_hidden_rows(batch: Any, rows: torch.Tensor) -> None:
-    """Keep only some rows of the hidden state between two layers, in place."""
-    writer = features().residual_writer
-    if writer is not None and batch.residual_stream is not None:
-        from sglang.srt.layers.layer_boundary.residual import batch as residual_batch
+@contextmanager
+def residual_rows(layer: Any, kept_rows: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """Let a decoder layer's residual follow an attention that returns fewer rows than it got.
 
-        hidden = residual_batch.fold(batch.hidden_states, batch)
-        write = getattr(residual_batch, writer)
-        batch.hidden_states = write(hidden.index_select(0, rows), batch)
-        return
-    batch.hidden_states = batch.hidden_states.index_select(0, rows)
-    if batch.residual is not None:
-        batch.residual = batch.residual.index_select(0, rows)
+    All supported models add the residual in the norm between attention and MLP, wherever they keep
+    it until then.
+
+    Args:
+        layer: One of decoder_layers.
+        kept_rows: Called when the attention has returned: the rows it kept.
+
+    Raises:
+        RuntimeError: The layer did not call its norm; its hidden states are of no use.
+    """
+    met = False
+
+    def follow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nonlocal met
+        hidden, residual, *more = args
+        rows = kept_rows()
+        assert hidden.shape[0] == rows.shape[0], "the attention selects"
+        met = True
+        return (hidden, residual.index_select(0, rows), *more), kwargs
+
+    handle = layer.post_attention_layernorm.register_forward_pre_hook(follow, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if not met:
+        raise RuntimeError("sgl-blend: the norm behind attention was not called as a module")
+
+
+@contextmanager
+def entering(module: Any, context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Run every call of a module inside a context of its own, for the time of a with block."""
+    with ExitStack() as calls:
+
+        def enter(*call: Any) -> None:
+            calls.enter_context(context())
+
+        def leave(*call: Any) -> None:
+            calls.pop_all().close()
+
+        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def take_requests(forward_batch: Any, indices: list[int]) -> Any:
@@ -567,6 +590,16 @@ def model_output(logits_output: Any) -> Any:
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
     return ModelRunnerOutput(logits_output=logits_output, can_run_graph=False)
+
+
+def layer_pools(runner: Any) -> LayerPools:
+    """Return the KV pools of all layers of a model runner."""
+    pool = runner.token_to_kv_pool
+    numbers = range(len(decoder_layers(runner.model)))
+    return LayerPools(
+        k=tuple(pool.get_key_buffer(number) for number in numbers),
+        v=tuple(pool.get_value_buffer(number) for number in numbers),
+    )
 
 
 def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

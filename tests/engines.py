@@ -10,6 +10,9 @@ from tiny_models import make_model
 
 StartEngine = Callable[..., Engine]
 
+MAX_ENGINES = 4
+"""Engines of one test process that run at once; each takes most of a GB."""
+
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -18,7 +21,11 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start_engine(model_folder: Path) -> Iterator[StartEngine]:
-    """Start engines on demand; equal settings share one, all end with the module."""
+    """Start engines on demand; equal settings share one, all end with the module.
+
+    The engine that was asked for longest ago ends when there are too many: a test gets all it needs
+    before it uses them, and needs fewer than that.
+    """
     running: dict[str, Engine] = {}
 
     def start(kind: str = "llama", **settings: Any) -> Engine:
@@ -28,9 +35,13 @@ def start_engine(model_folder: Path) -> Iterator[StartEngine]:
             settings.setdefault("blend_check_layer", 1)
             settings.setdefault("blend_when", "always")
         key = f"{kind} {sorted(settings.items())}"
-        if key not in running:
-            running[key] = Engine(make_model(kind, model_folder), **settings)
-        return running[key]
+        engine = running.pop(key, None)
+        if engine is None:
+            if len(running) == MAX_ENGINES:
+                running.pop(next(iter(running))).close()
+            engine = Engine(make_model(kind, model_folder), **settings)
+        running[key] = engine  # behind all others
+        return engine
 
     yield start
     for engine in running.values():

@@ -23,15 +23,17 @@ FREE = Times(layer=linear(1.0), copy=linear(0.0), select=linear(0.0), attend=0.0
 
 
 def test_what_is_saved_is_the_linear_work_of_dropped_rows_above_the_check_layer() -> None:
-    assert CostModel(FREE, LAYERS).saves_s(1000, 600) == pytest.approx(29 * 600)
-    assert CostModel(FREE, LAYERS).saves_s(5000, 4000) == pytest.approx(29 * 4000)
-    assert CostModel(FREE, LAYERS).saves_s(1000, 0) == 0.0
+    assert CostModel(FREE, LAYERS).saves_s(1000, 800, 600) == pytest.approx(29 * 600)
+    assert CostModel(FREE, LAYERS).saves_s(5000, 4500, 4000) == pytest.approx(29 * 4000)
+    assert CostModel(FREE, LAYERS).saves_s(1000, 800, 0) == 0.0
+    early = CostModel(FREE, LAYERS).saves_s(1000, 800, 600, early=True)
+    assert early == pytest.approx(32 * 600)
 
 
 @pytest.mark.parametrize(
     ("paid", "cost"),
     [
-        ({"copy": linear(0.1)}, 29 * 60.0),
+        ({"copy": linear(0.1)}, 29 * 80.0),
         ({"select": linear(0.5, fixed=3.0)}, 503.0),
         ({"attend": 40.0}, 40.0),
         ({"attend_layer": 2.0}, 58.0),
@@ -40,15 +42,15 @@ def test_what_is_saved_is_the_linear_work_of_dropped_rows_above_the_check_layer(
 )
 def test_what_is_paid(paid: dict[str, Any], cost: float) -> None:
     times = dataclasses.replace(FREE, **paid)
-    assert CostModel(times, LAYERS).saves_s(1000, 600) == pytest.approx(29 * 600 - cost)
+    assert CostModel(times, LAYERS).saves_s(1000, 800, 600) == pytest.approx(29 * 600 - cost)
 
 
 def test_where_rows_cost_nothing_dropping_them_saves_nothing() -> None:
     # As on a GPU: up to some hundred rows a matrix product takes as long as one of a single row.
     flat = (1.0, 1.0, 1.0, 1.0, 4.0)
     model = CostModel(dataclasses.replace(FREE, layer=flat, attend=0.5), LAYERS)
-    assert model.saves_s(400, 300) == pytest.approx(-0.5)
-    assert model.saves_s(2048, 1536) == pytest.approx(29 * 3.0 - 0.5)
+    assert model.saves_s(400, 350, 300) == pytest.approx(-0.5)
+    assert model.saves_s(2048, 1800, 1536) == pytest.approx(29 * 3.0 - 0.5)
     assert model.least_rows(0.15) == 1024
 
 

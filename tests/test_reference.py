@@ -104,6 +104,11 @@ class Reference:
         hidden = self.weights["embed_tokens.weight"][tokens]
         rows = torch.arange(len(tokens))
         kept = moved
+        if POLICIES[policy].skips_full_layers:
+            lengths = [len(CHUNKS[1]), len(CHUNKS[2])]
+            kept = moved[POLICIES[policy].select(None, lengths, schedule[0])]
+            rows = rows[~torch.isin(rows, moved) | torch.isin(rows, kept)]
+            hidden = hidden[rows]
         for number in range(NUM_LAYERS):
             fresh = self.project(number, hidden, rows)
             k, v = torch.zeros(2, len(tokens), KV_HEADS, DIM, dtype=torch.float64)
