@@ -140,9 +140,7 @@ def rotate_keys(
     return out
 
 
-def check_rotation(
-    cos: torch.Tensor, sin: torch.Tensor, num_tokens: int, head_dim: int
-) -> None:
+def check_rotation(cos: torch.Tensor, sin: torch.Tensor, num_tokens: int, head_dim: int) -> None:
     """Raise unless cos and sin can rotate num_tokens keys of head_dim dimensions.
 
     Raises:
@@ -247,6 +245,4 @@ def _copy_rotated_layers_torch(
     neox: bool,
 ) -> None:
     for layer in layers:
-        copy_rotated(
-            pools.k[layer], pools.v[layer], source_slots, dest_slots, cos, sin, neox=neox
-        )
+        copy_rotated(pools.k[layer], pools.v[layer], source_slots, dest_slots, cos, sin, neox=neox)

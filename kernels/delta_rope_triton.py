@@ -5,6 +5,8 @@ layer. Programs that differ in the layer alone are neighbours, so a block of slo
 comes from memory for one layer and from L2 for the others.
 """
 
+# mypy: disallow-untyped-decorators=False
+
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +18,7 @@ TRITON_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
 }
-FP8_LIMITS = {
-    dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-}
+FP8_LIMITS = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 _PAIRS_PER_PROGRAM = 2048
 """Pairs held in registers: 16 in each of 128 threads."""
 

@@ -4,6 +4,8 @@ Memory-bound: the chosen rows of the fresh tensor and of the pool are read once,
 float32 per token is written. A cached key is rotated in registers.
 """
 
+# mypy: disallow-untyped-decorators=False
+
 import torch
 import triton
 import triton.language as tl

@@ -11,6 +11,8 @@ is counted on the host, from the rows per request. Few tiles are split along the
 share writes an unfinished result and its log-sum, and a second kernel merges them.
 """
 
+# mypy: disallow-untyped-decorators=False
+
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,25 +43,26 @@ class TileShape:
     num_stages: int
 
 
-# By head_dim, rounded up to a power of 2, for 16-bit queries. Each is the largest tile that ptxas
-# keeps in registers for sm_90 (tools/compile_kernels.py): 128 rows reuse a KV block twice as often as
-# 64, which matters because all KV heads' blocks come through L2; two warpgroups of 4 warps hold 64 of
-# the rows each. At 256 the accumulator alone fills the registers of 128 rows.
+# By head_dim, rounded up to a power of 2, for 16-bit queries: the largest tiles of which ptxas spills
+# nothing for sm_90 (tools/compile_kernels.py); none has been timed yet. 128 rows reuse a KV block
+# twice as often as 64, and that counts because KV comes through L2 once per tile. Two warpgroups hold
+# 64 of the rows each. 64 positions a step keep two programs on a multiprocessor up to head_dim 64
+# (126 registers); at 128 one program fills it (201). At 256 the accumulator of 128 rows alone would.
 _HALF_PRECISION_TILES = {
     16: TileShape(128, 64, 4, 3),
     32: TileShape(128, 64, 4, 3),
-    64: TileShape(128, 128, 8, 3),
+    64: TileShape(128, 64, 8, 3),
     128: TileShape(128, 64, 8, 3),
     256: TileShape(64, 64, 8, 2),
 }
-# float32 has no tensor-core product that is as exact; tiles are small because operands are twice as
-# wide and the product runs on the scalar units.
+# float32 products are exact and so run on the scalar units, with operands twice as wide: small tiles,
+# and at 128 no second stage, which would spill.
 _SINGLE_PRECISION_TILES = {
     16: TileShape(32, 32, 4, 2),
     32: TileShape(32, 32, 4, 2),
     64: TileShape(32, 32, 4, 2),
-    128: TileShape(32, 32, 4, 2),
-    256: TileShape(16, 32, 4, 2),
+    128: TileShape(32, 32, 8, 1),
+    256: TileShape(32, 16, 8, 2),
 }
 
 

@@ -1,6 +1,6 @@
 """Row compaction: the kept rows of everything a batch carries by row, moved in one launch.
 
-    out[i] = tensor[rows[i]]     for each of up to four tensors
+out[i] = tensor[rows[i]]     for each of up to four tensors
 """
 
 from collections.abc import Sequence

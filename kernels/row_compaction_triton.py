@@ -3,6 +3,8 @@
 Memory-bound: every kept row is read once and written once. A program moves one row of all tensors.
 """
 
+# mypy: disallow-untyped-decorators=False
+
 import math
 from collections.abc import Sequence
 

@@ -68,6 +68,5 @@ def _segmented_topk_torch(
     ranked = list(zip(first_rows(lengths), lengths, budgets, strict=True))
     taken = [rank for first, _, budget in ranked for rank in range(first, first + budget)]
     left = [rank for first, rows, budget in ranked for rank in range(first + budget, first + rows)]
-    return tuple(
-        order[upload(ranks, torch.int64, scores.device)].sort().values for ranks in (taken, left)
-    )
+    by_rank = [order[upload(ranks, torch.int64, scores.device)] for ranks in (taken, left)]
+    return by_rank[0].sort().values, by_rank[1].sort().values

@@ -15,6 +15,7 @@ _FOREIGN_WARNINGS = (
     r"ignore:.torch\.jit\.script_method. is deprecated:DeprecationWarning:torch\.jit\._script",
     r"ignore:builtin type Swig\w+ has no __module__ attribute:DeprecationWarning",
     r"ignore:Triton is not supported on current platform:UserWarning",
+    r"ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning",
     r"ignore:Only .* support:UserWarning:sglang\.srt\.layers\.quantization",
 )
 

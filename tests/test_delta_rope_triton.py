@@ -39,7 +39,7 @@ class Move:
 
         def pool(width: int) -> torch.Tensor:
             rows = torch.randn(NUM_SLOTS, num_heads * width + padding).to(dtype).to(DEVICE)
-            return rows[:, : num_heads * width].unflatten(1, (num_heads, width))
+            return rows[:, : num_heads * width].view(NUM_SLOTS, num_heads, width)
 
         self.k = tuple(pool(head_dim) for _ in range(num_layers))
         self.v = tuple(pool(v_head_dim) for _ in range(num_layers))
@@ -82,7 +82,7 @@ def turned(k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool)
     k = k.cpu().double()
     width = 2 * cos.shape[1]
     rotary = k[..., :width]
-    pairs = rotary.unflatten(-1, (2, -1) if neox else (-1, 2))
+    pairs = rotary.reshape(*k.shape[:-1], *((2, -1) if neox else (-1, 2)))
     pairs = pairs.transpose(-1, -2) if neox else pairs
     z = torch.view_as_complex(pairs.contiguous())
     z = z * torch.complex(cos.cpu().double(), sin.cpu().double())[:, None, :]
@@ -149,6 +149,21 @@ def test_a_key_that_stays_keeps_its_bits(dtype: torch.dtype, neox: bool) -> None
 
 @pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
 @pytest.mark.parametrize("dtype", FP8, ids=str)
+def test_fp8_keys_make_a_quarter_turn_without_rounding(dtype: torch.dtype, neox: bool) -> None:
+    move = Move(63, (3, 80, 64, 32), dtype)
+    move.cos, move.sin = torch.zeros_like(move.cos), torch.ones_like(move.sin)
+
+    got = move.run_triton(neox=neox)
+
+    for layer, k in enumerate(move.k):
+        exact = turned(k[move.source].float(), move.cos, move.sin, neox=neox)
+        assert torch.equal(got.k[layer].cpu()[move.dest.cpu()].double(), exact)
+
+
+# Triton's interpreter loses the carry where a mantissa rounds up to 2.
+@pytest.mark.gpu
+@pytest.mark.parametrize("neox", [True, False], ids=["neox", "gptj"])
+@pytest.mark.parametrize("dtype", FP8, ids=str)
 def test_fp8_keys_are_dequantised_rotated_and_quantised(dtype: torch.dtype, neox: bool) -> None:
     move = Move(63, (2, 64, 64, 64), dtype)
 
@@ -190,9 +205,7 @@ def test_the_public_copy_is_the_same_copy() -> None:
     move = Move(20, (2, 64, 32, 64), torch.float32)
     pools = move.clone()
 
-    copy_rotated_layers(
-        pools, range(3), move.source, move.dest, move.cos, move.sin, neox=True
-    )
+    copy_rotated_layers(pools, range(3), move.source, move.dest, move.cos, move.sin, neox=True)
 
     want = move.run_torch(neox=True)
     for layer in range(3):

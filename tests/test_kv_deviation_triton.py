@@ -23,7 +23,7 @@ class Case:
         width = num_heads * head_dim
         num_rows = num_tokens + 9
         projected = torch.randn(num_rows, 3 * width, device=DEVICE).to(dtype)
-        self.fresh = projected[:, width : 2 * width].unflatten(1, (num_heads, head_dim))
+        self.fresh = projected[:, width : 2 * width].view(num_rows, num_heads, head_dim)
         self.pool = torch.randn(2 * num_rows, num_heads, head_dim, device=DEVICE).to(dtype)
         self.rows = torch.randperm(num_rows, device=DEVICE)[:num_tokens].sort().values
         self.slots = torch.randperm(2 * num_rows, device=DEVICE)[:num_tokens]
@@ -37,16 +37,16 @@ class Case:
         return got.cpu()
 
     def run_torch(self, rotation: Rotation | None = None) -> torch.Tensor:
-        tensors = [x.cpu() for x in (self.fresh, self.rows, self.pool, self.slots)]
+        fresh, rows, pool, slots = (x.cpu() for x in (self.fresh, self.rows, self.pool, self.slots))
         moved = None if rotation is None else (rotation[0].cpu(), rotation[1].cpu(), rotation[2])
-        return kv_deviation_at(*tensors, moved)
+        return kv_deviation_at(fresh, rows, pool, slots, moved)
 
     def oracle(self, rotation: Rotation | None = None) -> torch.Tensor:
         """Expand the square, |a|^2 - 2ab + |b|^2, in float64; a rotation keeps |b| and turns ab."""
         a = self.fresh.cpu().double()[self.rows.cpu()]
         b = self.pool.cpu().double()[self.slots.cpu()]
         dot = a * b
-        norm = (a * a).sum((1, 2)) + (b * b).sum((1, 2))
+        norm: torch.Tensor = (a * a).sum((1, 2)) + (b * b).sum((1, 2))
         if rotation is None:
             return norm - 2 * dot.sum((1, 2))
         cos, sin = (x.cpu().double()[:, None, :] for x in rotation[:2])
@@ -61,7 +61,9 @@ class Case:
 
 def sides(x: torch.Tensor, half: int, *, neox: bool) -> tuple[torch.Tensor, torch.Tensor]:
     rotary = x[..., : 2 * half]
-    return (rotary[..., :half], rotary[..., half:]) if neox else (rotary[..., ::2], rotary[..., 1::2])
+    return (
+        (rotary[..., :half], rotary[..., half:]) if neox else (rotary[..., ::2], rotary[..., 1::2])
+    )
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
