@@ -22,3 +22,16 @@ def check_tensor(
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
     if dtype is not None and tensor.dtype != dtype:
         raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raise unless what stands behind one index of the first dimension is contiguous.
+
+    Raises:
+        ValueError: It is not.
+    """
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            raise ValueError(f"{name}: expected contiguous rows, got strides {tensor.stride()}")
+        expected *= size

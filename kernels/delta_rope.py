@@ -5,13 +5,79 @@ rows of the model's own cos/sin table, so whatever shaped that table (linear, ll
 frequencies, its dtype) is inside, and nothing else is. A YaRN table carries its attention scaling in
 every row; the cached key carries it already, so the composite divides by |row(old)| |row(new)| and is
 a pure rotation.
+
+    (x, y) of a pair  ->  (x cos - y sin, y cos + x sin), its bits kept where cos is 1 and sin is 0
+
+An fp8 pool is dequantised, rotated and quantised again. Its scale is one factor for the whole pool
+and commutes with a rotation, so it is not needed here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from sgl_blend.kernels.checks import check_tensor
+from sgl_blend.kernels.checks import check_rows, check_tensor
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_MOVABLE = (torch.float32, torch.float16, torch.bfloat16, *_FP8)
+_ADDRESS_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPools:
+    """The paged KV pools of all layers, made once per model runner.
+
+    Attributes:
+        k: Per layer [num_slots, num_kv_heads, head_dim]; the layers agree in shape, strides and
+            dtype, and a slot's heads are contiguous.
+        v: Per layer [num_slots, num_kv_heads, v_head_dim], likewise, in the dtype of k.
+        addresses: int64 [num_layers, 2] on the device, where the K and the V pool of a layer begin;
+            None for pools in host memory. The pools are held here, so the addresses stay theirs.
+
+    Raises:
+        ValueError: Pools differ, or a row is not contiguous, or the dtype is not a pool's, or a CUDA
+            pool does not begin on a 16-byte boundary.
+    """
+
+    k: tuple[torch.Tensor, ...]
+    v: tuple[torch.Tensor, ...]
+    addresses: torch.Tensor | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.k) != len(self.v) or not self.k:
+            raise ValueError(f"v: expected {len(self.k)} (at least 1) layers, got {len(self.v)}")
+        _check_alike("k", self.k)
+        _check_alike("v", self.v)
+        if self.v[0].dtype != self.k[0].dtype:
+            raise ValueError(f"v: expected {self.k[0].dtype}, got {self.v[0].dtype}")
+        on_cuda = self.k[0].is_cuda
+        object.__setattr__(self, "addresses", address_table(self.k, self.v) if on_cuda else None)
+
+
+def _check_alike(name: str, pools: tuple[torch.Tensor, ...]) -> None:
+    """Raise unless one kernel can walk all the pools with the numbers of the first."""
+    first = pools[0]
+    check_tensor(name, first, shape=(None, None, None))
+    check_rows(name, first)
+    if first.dtype not in _MOVABLE:
+        raise ValueError(f"{name}: expected a floating-point pool, got {first.dtype}")
+    for layer, pool in enumerate(pools):
+        check_tensor(f"{name}[{layer}]", pool, shape=tuple(first.shape), dtype=first.dtype)
+        if pool.stride() != first.stride() or pool.device != first.device:
+            raise ValueError(f"{name}[{layer}]: expected strides and device of layer 0")
+
+
+def address_table(k: tuple[torch.Tensor, ...], v: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Write down where the pools begin, int64 [num_layers, 2] on their device.
+
+    Raises:
+        ValueError: A pool does not begin on a 16-byte boundary, as wide loads need.
+    """
+    addresses = [[key.data_ptr(), value.data_ptr()] for key, value in zip(k, v, strict=True)]
+    if any(address % _ADDRESS_ALIGNMENT_BYTES for pair in addresses for address in pair):
+        raise ValueError(f"pools: expected addresses in steps of {_ADDRESS_ALIGNMENT_BYTES} bytes")
+    return torch.tensor(addresses, dtype=torch.int64).to(k[0].device)
 
 
 def delta_rope_tables(
@@ -51,33 +117,48 @@ def rotate_keys(
         neox: True if the halves of a head form the pairs, False (GPT-J) if neighbours do.
 
     Returns:
-        A new tensor like k. Arithmetic is float32, rounded to k.dtype once.
+        A new tensor like k. Arithmetic is float32, rounded to k.dtype once (fp8 saturates); a pair
+        whose angle is 0 keeps its bits.
 
     Raises:
         ValueError: A shape or dtype does not fit.
     """
     num_tokens, _, head_dim = k.shape
+    check_rotation(cos, sin, num_tokens, head_dim)
+    half = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    still = (cos == 1) & (sin == 0)
+    out = k.clone()
+    rotary = out[..., : 2 * half]
+    x, y = rotary.tensor_split(2, dim=-1) if neox else (rotary[..., 0::2], rotary[..., 1::2])
+    round_to = _rounding(k.dtype)
+    wide_x, wide_y = x.float(), y.float()
+    new_x = torch.where(still, x, round_to(wide_x * cos - wide_y * sin))
+    new_y = torch.where(still, y, round_to(wide_y * cos + wide_x * sin))
+    x.copy_(new_x)
+    y.copy_(new_y)
+    return out
+
+
+def check_rotation(cos: torch.Tensor, sin: torch.Tensor, num_tokens: int, head_dim: int) -> None:
+    """Raise unless cos and sin can rotate num_tokens keys of head_dim dimensions.
+
+    Raises:
+        ValueError: A shape or dtype does not fit.
+    """
     half = cos.shape[-1]
     check_tensor("cos", cos, shape=(num_tokens, half), dtype=torch.float32)
     check_tensor("sin", sin, shape=(num_tokens, half), dtype=torch.float32)
     if 2 * half > head_dim:
         raise ValueError(f"cos: rotary_dim {2 * half} exceeds head_dim {head_dim} of k")
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    out = k.clone()
-    rotary = k[..., : 2 * half].float()
-    if neox:
-        x, y = rotary[..., :half], rotary[..., half:]
-    else:
-        x, y = rotary[..., 0::2], rotary[..., 1::2]
-    new_x = (x * cos - y * sin).to(k.dtype)
-    new_y = (y * cos + x * sin).to(k.dtype)
-    if neox:
-        out[..., :half] = new_x
-        out[..., half : 2 * half] = new_y
-    else:
-        out[..., 0 : 2 * half : 2] = new_x
-        out[..., 1 : 2 * half : 2] = new_y
-    return out
+
+
+def _rounding(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    # A rotated component can be sqrt(2) times the largest of its pair; fp8 is full at 448.
+    if dtype in _FP8:
+        limit = torch.finfo(dtype).max
+        return lambda wide: wide.clamp(-limit, limit).to(dtype)
+    return lambda wide: wide.to(dtype)
 
 
 def copy_rotated(
@@ -109,19 +190,6 @@ def copy_rotated(
     v_pool[dest_slots] = v_pool[source_slots]
 
 
-@dataclass(frozen=True)
-class LayerPools:
-    """KV pools of all layers.
-
-    Attributes:
-        k: Per layer [num_slots, num_kv_heads, head_dim].
-        v: Per layer [num_slots, num_kv_heads, v_head_dim].
-    """
-
-    k: tuple[torch.Tensor, ...]
-    v: tuple[torch.Tensor, ...]
-
-
 def copy_rotated_layers(
     pools: LayerPools,
     layers: range,
@@ -132,6 +200,49 @@ def copy_rotated_layers(
     *,
     neox: bool,
 ) -> None:
-    """Do what copy_rotated does, in a range of layers."""
+    """Do what copy_rotated does in every layer of a range, in place; one launch on CUDA.
+
+    Args:
+        pools: The pools of all layers.
+        layers: Numbers of the layers to copy in.
+        source_slots: int64 [num_tokens].
+        dest_slots: int64 [num_tokens], disjoint from source_slots and without repeats.
+        cos: float32 [num_tokens, rotary_dim / 2], from delta_rope_tables.
+        sin: float32, same shape as cos.
+        neox: See rotate_keys.
+
+    Raises:
+        ValueError: A shape or dtype does not fit, or a layer has no pool.
+    """
+    num_tokens = source_slots.shape[0]
+    check_tensor("source_slots", source_slots, shape=(None,), dtype=torch.int64)
+    check_tensor("dest_slots", dest_slots, shape=(num_tokens,), dtype=torch.int64)
+    check_rotation(cos, sin, num_tokens, pools.k[0].shape[-1])
+    if layers and not 0 <= min(layers) <= max(layers) < len(pools.k):
+        raise ValueError(f"layers: expected numbers below {len(pools.k)}, got {layers}")
+    if pools.addresses is None:
+        _copy_rotated_layers_torch(pools, layers, source_slots, dest_slots, cos, sin, neox)
+        return
+    from sgl_blend.kernels.delta_rope_triton import copy_rotated_layers_triton
+
+    copy_rotated_layers_triton(
+        pools.addresses,
+        layers,
+        (pools.k[0], pools.v[0]),
+        (source_slots, dest_slots),
+        (cos, sin),
+        neox=neox,
+    )
+
+
+def _copy_rotated_layers_torch(
+    pools: LayerPools,
+    layers: range,
+    source_slots: torch.Tensor,
+    dest_slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    neox: bool,
+) -> None:
     for layer in layers:
         copy_rotated(pools.k[layer], pools.v[layer], source_slots, dest_slots, cos, sin, neox=neox)

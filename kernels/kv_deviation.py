@@ -8,7 +8,8 @@ cached key was moved to its new position.
 
 import torch
 
-from sgl_blend.kernels.checks import check_tensor
+from sgl_blend.kernels.checks import check_rows, check_tensor
+from sgl_blend.kernels.delta_rope import check_rotation, rotate_keys
 
 
 def kv_deviation(fresh: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
@@ -26,3 +27,55 @@ def kv_deviation(fresh: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
     """
     check_tensor("cached", cached, shape=tuple(fresh.shape))
     return (fresh.float() - cached.float()).square().flatten(1).sum(dim=1)
+
+
+def kv_deviation_at(
+    fresh: torch.Tensor,
+    rows: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
+) -> torch.Tensor:
+    """Squared L2 distance of chosen rows from chosen slots; one pass on CUDA, no gathered copies.
+
+    Args:
+        fresh: [num_rows, num_kv_heads, head_dim], K or V just computed; its rows are contiguous.
+        rows: int64 [num_tokens], which rows of fresh.
+        pool: [num_slots, num_kv_heads, head_dim], one layer of the paged pool; likewise.
+        slots: int64 [num_tokens], which slot belongs to each row.
+        rotation: cos, sin (float32 [num_tokens, rotary_dim / 2], from delta_rope_tables) and whether
+            the style is NeoX: moves the cached key first, in float32. None for V.
+
+    Returns:
+        float32 [num_tokens].
+
+    Raises:
+        ValueError: A shape, dtype or stride does not fit.
+    """
+    num_tokens, (_, num_heads, head_dim) = rows.shape[0], fresh.shape
+    check_tensor("rows", rows, shape=(num_tokens,), dtype=torch.int64)
+    check_tensor("slots", slots, shape=(num_tokens,), dtype=torch.int64)
+    check_tensor("pool", pool, shape=(None, num_heads, head_dim))
+    if rotation is not None:
+        check_rotation(rotation[0], rotation[1], num_tokens, head_dim)
+    if not fresh.is_cuda:
+        return _kv_deviation_at_torch(fresh, rows, pool, slots, rotation)
+    check_rows("fresh", fresh)
+    check_rows("pool", pool)
+    from sgl_blend.kernels.kv_deviation_triton import kv_deviation_at_triton
+
+    return kv_deviation_at_triton(fresh, rows, pool, slots, rotation)
+
+
+def _kv_deviation_at_torch(
+    fresh: torch.Tensor,
+    rows: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor, bool] | None,
+) -> torch.Tensor:
+    cached = pool[slots].float()
+    if rotation is not None:
+        cos, sin, neox = rotation
+        cached = rotate_keys(cached, cos, sin, neox=neox)
+    return kv_deviation(fresh[rows], cached)

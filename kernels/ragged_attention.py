@@ -6,10 +6,13 @@ bottom-right causal mask is right. Row i, at absolute position p, attends to KV 
     positions 0 1 2 3 4 5 6 7          row at 2:  x x x . . . . .
     kept rows     2     5   7          row at 5:  x x x x x x . .
                                        row at 7:  x x x x x x x x
+
+A RaggedKernel is one way to compute it; ragged_kernel chooses one for a device.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +20,73 @@ from sgl_blend.kernels.row_partition import first_rows
 
 _CPU_TILE_ROWS = 32
 _GPU_TILE_ROWS = 256
+
+
+class RaggedKernel(Protocol):
+    """A way to compute ragged attention.
+
+    Attributes:
+        name: What it is called in settings and reports.
+    """
+
+    name: str
+
+    def plan(
+        self,
+        positions: torch.Tensor,
+        num_rows: Sequence[int],
+        kv_slots: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> Any:
+        """Prepare a batch, once for all layers; arguments as plan_ragged."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        plan: Any,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attend in one layer; arguments and result as ragged_attention, plan from this kernel."""
+
+
+class TorchRagged:
+    """Ragged attention in plain torch, on any device."""
+
+    name = "torch"
+
+    def plan(
+        self,
+        positions: torch.Tensor,
+        num_rows: Sequence[int],
+        kv_slots: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> "RaggedBatch":
+        """Prepare a batch; see plan_ragged."""
+        return plan_ragged(positions, num_rows, kv_slots, dtype)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        plan: "RaggedBatch",
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """Attend in one layer; see ragged_attention."""
+        return ragged_attention(q, k_pool, v_pool, plan, scale=scale)
+
+
+def ragged_kernel(device: torch.device) -> RaggedKernel:
+    """Return the kernel for a device: Triton's on CUDA, plain torch elsewhere."""
+    if device.type != "cuda":
+        return TorchRagged()
+    from sgl_blend.kernels.ragged_attention_triton import TritonRagged
+
+    return TritonRagged()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,3 +1,8 @@
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
@@ -10,8 +15,27 @@ _FOREIGN_WARNINGS = (
     r"ignore:.torch\.jit\.script_method. is deprecated:DeprecationWarning:torch\.jit\._script",
     r"ignore:builtin type Swig\w+ has no __module__ attribute:DeprecationWarning",
     r"ignore:Triton is not supported on current platform:UserWarning",
+    r"ignore:TRITON_DEFAULT_FP_FUSION is unset:UserWarning",
     r"ignore:Only .* support:UserWarning:sglang\.srt\.layers\.quantization",
 )
+
+
+def _interpret_kernels() -> None:
+    """Load our Triton kernels as Python functions, so that they run on CPU tensors.
+
+    Triton decides when a kernel is decorated, its own library's functions when it is imported first.
+    The variable goes again at once: engines that tests start must not inherit it.
+    """
+    if torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ:
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.experimental.gluon")  # which the first launch would import
+    for path in sorted((Path(__file__).parents[1] / "kernels").glob("*_triton.py")):
+        importlib.import_module(f"sgl_blend.kernels.{path.stem}")
+    del os.environ["TRITON_INTERPRET"]
+
+
+_interpret_kernels()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,3 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty returns with NaN or the largest integer, on the CPU."""
+    if torch.cuda.is_available():  # there the switch would refuse half of cuBLAS
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

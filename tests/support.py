@@ -1,6 +1,17 @@
 """Derived tolerances: a result may be as wrong as plain torch in the same dtype, and no more."""
 
+import pytest
 import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where Triton kernels are tested: on the CPU they run in Triton's interpreter (conftest.py)."""
+
+# The interpreter truncates where a GPU rounds, and multiplies bfloat16 as integers in tl.dot.
+KERNEL_DTYPES = [
+    torch.float32,
+    torch.float16,
+    pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
+]
 
 
 def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -1,0 +1,441 @@
+"""Attention of scattered queries in Triton; what is computed is drawn in ragged_attention.py.
+
+A program takes a tile of rows of one request, all query heads of one KV head packed into it, and
+walks that request's KV block by block with an online softmax:
+
+    position     0 ............ first row of the tile ....... last row ............ end
+    blocks       |  no mask     |  mask by position           |  not visited        |
+
+Nothing is planned but what is the same in all layers, and nothing is asked of the device: the grid
+is counted on the host, from the rows per request. Few tiles are split along the KV (split-KV): each
+share writes an unfinished result and its log-sum, and a second kernel merges them.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_blend.kernels.checks import check_rows, check_tensor
+from sgl_blend.kernels.upload import upload
+
+_LOG2_E = 1.4426950408889634
+_MAX_SPLITS = 32
+_MIN_SPLIT_POSITIONS = 512
+"""A share of the KV below this costs more in merging than it gains."""
+_PROGRAMS_PER_MULTIPROCESSOR = 2
+_REQUEST_BLOCKS = (16, 64, 256, 1024, 4096)
+"""Sizes that the number of requests is rounded up to: each one is compiled anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """How the work is cut: rows times heads and KV positions per step, and how a step is run."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+# By head_dim, rounded up to a power of 2, for 16-bit queries: the largest tiles of which ptxas spills
+# nothing for sm_90 (tools/compile_kernels.py); none has been timed yet. 128 rows reuse a KV block
+# twice as often as 64, and that counts because KV comes through L2 once per tile. Two warpgroups hold
+# 64 of the rows each. 64 positions a step keep two programs on a multiprocessor up to head_dim 64
+# (126 registers); at 128 one program fills it (201). At 256 the accumulator of 128 rows alone would.
+_HALF_PRECISION_TILES = {
+    16: TileShape(128, 64, 4, 3),
+    32: TileShape(128, 64, 4, 3),
+    64: TileShape(128, 64, 8, 3),
+    128: TileShape(128, 64, 8, 3),
+    256: TileShape(64, 64, 8, 2),
+}
+# float32 products are exact and so run on the scalar units, with operands twice as wide: small tiles,
+# and at 128 no second stage, which would spill.
+_SINGLE_PRECISION_TILES = {
+    16: TileShape(32, 32, 4, 2),
+    32: TileShape(32, 32, 4, 2),
+    64: TileShape(32, 32, 4, 2),
+    128: TileShape(32, 32, 8, 1),
+    256: TileShape(32, 16, 8, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """Where the rows of a batch stand and where their KV lies; the same in all layers.
+
+    Attributes:
+        positions: int32 [T], absolute position of every row, ascending within a request.
+        num_rows: Rows of each request.
+        max_length: Positions of the longest request.
+        bounds: int32 [3, B + 1] on the device: where the rows of each request begin, where its KV
+            begins, and how many positions it has (last column unused).
+        slots: int32 or int64, the pool slot of every position, requests one after another; None if
+            K and V are such rows themselves and not a pool.
+    """
+
+    positions: torch.Tensor
+    num_rows: tuple[int, ...]
+    max_length: int
+    bounds: torch.Tensor
+    slots: torch.Tensor | None
+
+
+class TritonRagged:
+    """The RaggedKernel of CUDA devices."""
+
+    name = "triton"
+
+    def plan(
+        self,
+        positions: torch.Tensor,
+        num_rows: Sequence[int],
+        kv_slots: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+    ) -> TritonPlan:
+        """Prepare a batch; arguments as plan_ragged. The dtype is that of the queries, any will do."""
+        if len(kv_slots) != len(num_rows):
+            raise ValueError(f"kv_slots: expected {len(num_rows)} requests, got {len(kv_slots)}")
+        slots = torch.cat(list(kv_slots)) if kv_slots else positions
+        return plan_triton(positions, num_rows, [len(s) for s in kv_slots], slots)
+
+    def run(
+        self,
+        q: torch.Tensor,
+        k_pool: torch.Tensor,
+        v_pool: torch.Tensor,
+        plan: TritonPlan,
+        *,
+        scale: float,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Attend; arguments as ragged_attention_triton."""
+        return ragged_attention_triton(
+            q, k_pool, v_pool, plan, scale=scale * k_scale, v_scale=v_scale
+        )
+
+
+def plan_triton(
+    positions: torch.Tensor,
+    num_rows: Sequence[int],
+    lengths: Sequence[int],
+    slots: torch.Tensor | None,
+) -> TritonPlan:
+    """Prepare a batch, once for all layers.
+
+    Args:
+        positions: Integers [sum(num_rows)], ascending within a request.
+        num_rows: Rows of each request.
+        lengths: Positions of each request.
+        slots: [sum(lengths)] pool slots; None if K and V come as rows [sum(lengths), ...].
+
+    Raises:
+        ValueError: The rows do not add up to the positions, or the lengths to the slots.
+    """
+    if sum(num_rows) != positions.shape[0]:
+        raise ValueError(f"num_rows: expected a sum of {positions.shape[0]}, got {sum(num_rows)}")
+    if slots is not None and num_rows:
+        check_tensor("slots", slots, shape=(sum(lengths),))
+    first_row = list(itertools.accumulate(num_rows, initial=0))
+    first_kv = list(itertools.accumulate(lengths, initial=0))
+    return TritonPlan(
+        positions=positions.to(torch.int32),
+        num_rows=tuple(num_rows),
+        max_length=max(lengths, default=0),
+        bounds=upload([first_row, first_kv, [*lengths, 0]], torch.int32, positions.device),
+        slots=slots,
+    )
+
+
+def choose_tile(head_dim: int, dtype: torch.dtype) -> TileShape:
+    """Return the tile for queries of this shape.
+
+    Raises:
+        ValueError: The head dimension is beyond 256.
+    """
+    tiles = _SINGLE_PRECISION_TILES if dtype == torch.float32 else _HALF_PRECISION_TILES
+    padded = _padded(head_dim)
+    if padded not in tiles:
+        raise ValueError(f"q: expected head_dim of at most {max(tiles)}, got {head_dim}")
+    return tiles[padded]
+
+
+def ragged_attention_triton(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: TritonPlan,
+    *,
+    scale: float,
+    v_scale: float = 1.0,
+    tile: TileShape | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attend each query to the KV at or before its position.
+
+    Args:
+        q: [T, num_heads, head_dim], float32, float16 or bfloat16.
+        k: [num_slots, num_kv_heads, head_dim], one layer of the pool, or rows if the plan has no
+            slots; any floating-point dtype, fp8 included, is read as q's.
+        v: [num_slots, num_kv_heads, v_head_dim], likewise.
+        plan: From plan_triton.
+        scale: Factor on the scores before the softmax, the scale of an fp8 key included.
+        v_scale: Factor on the values.
+        tile: Other than choose_tile's.
+        num_splits: Shares of the KV; None decides by how many programs fill the device.
+
+    Returns:
+        [T, num_heads, v_head_dim], q's dtype.
+
+    Raises:
+        ValueError: Shapes do not fit, or the plan is for another number of rows.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, v_head_dim = v.shape
+    check_tensor("q", q, shape=(plan.positions.shape[0], None, None))
+    check_tensor("k", k, shape=(None, num_kv_heads, head_dim))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, tensor)
+    tile = tile or choose_tile(max(head_dim, v_head_dim), q.dtype)
+    group = num_heads // num_kv_heads
+    if group * num_kv_heads != num_heads or group > tile.block_m:
+        raise ValueError(f"q: {num_heads} heads do not pack over {num_kv_heads} KV heads")
+    out = q.new_empty(num_rows, num_heads, v_head_dim)
+    if not num_rows:
+        return out
+    tile_rows = tile.block_m // group
+    num_tiles = sum(triton.cdiv(rows, tile_rows) for rows in plan.num_rows)
+    splits = num_splits or _choose_splits(q.device, num_tiles * num_kv_heads, plan.max_length)
+    partial, log_sum = out, q
+    if splits > 1:
+        partial = q.new_empty(splits, num_rows, num_heads, v_head_dim, dtype=torch.float32)
+        log_sum = q.new_empty(splits, num_rows, num_heads, dtype=torch.float32)
+    _ragged_attention[(num_tiles, num_kv_heads, splits)](
+        q, k, v, partial, log_sum, plan.positions, plan.bounds,
+        plan.bounds if plan.slots is None else plan.slots,
+        len(plan.num_rows), num_rows, scale * _LOG2_E, v_scale,
+        q.stride(0), k.stride(0), v.stride(0),
+        PAGED=plan.slots is not None, SPLIT=splits > 1, GROUP=group,
+        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
+        BLOCK_D=_padded(head_dim), BLOCK_DV=_padded(v_head_dim),
+        BLOCK_B=_request_block(len(plan.num_rows)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    if splits > 1:
+        _merge_splits[(num_rows * num_heads,)](
+            partial, log_sum, out, num_rows * num_heads, splits, v_scale,
+            V_HEAD_DIM=v_head_dim, BLOCK_DV=_padded(v_head_dim), num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))  # tl.dot takes no less than 16
+
+
+def _request_block(num_requests: int) -> int:
+    return next(block for block in _REQUEST_BLOCKS if block >= num_requests)
+
+
+def _choose_splits(device: torch.device, num_programs: int, max_length: int) -> int:
+    if device.type != "cuda":
+        return 1
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs
+    return max(1, min(wanted, _MAX_SPLITS, max_length // _MIN_SPLIT_POSITIONS))
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_rows"])
+def _ragged_attention(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, out_ptr, log_sum_ptr, position_ptr, bounds_ptr, slot_ptr,
+    num_requests, num_rows, log2_scale, v_scale, q_stride, k_stride, v_stride,
+    PAGED: tl.constexpr, SPLIT: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(1)
+    request, tile = _find_tile(bounds_ptr, num_requests, TILE_ROWS, BLOCK_B)
+    first_row = tl.load(bounds_ptr + request)
+    stop_row = tl.load(bounds_ptr + request + 1)
+    kv_start = tl.load(bounds_ptr + num_requests + 1 + request).to(tl.int64)
+    kv_length = tl.load(bounds_ptr + 2 * (num_requests + 1) + request)
+
+    packed = tl.arange(0, BLOCK_M)  # row of the tile, query head of the KV head
+    row = first_row + tile * TILE_ROWS + packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    valid = (packed < TILE_ROWS * GROUP) & (row < stop_row)
+    position = tl.load(position_ptr + row, mask=valid, other=-1)
+    last = tl.minimum(tl.max(position, 0), kv_length - 1)
+    first = tl.min(tl.where(valid, position, last), 0)
+    position = tl.where(valid, position, last)  # rows of padding look somewhere; nobody reads them
+
+    dim = tl.arange(0, BLOCK_D)
+    q_offset = row.to(tl.int64)[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + q_offset, mask=valid[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+
+    begin, end = _share_of(last + 1, SPLIT, BLOCK_N)
+    unmasked_end = tl.maximum(begin, tl.minimum(end, (first + 1) // BLOCK_N * BLOCK_N))
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    k_head_ptr = k_ptr + kv_head * HEAD_DIM
+    v_head_ptr = v_ptr + kv_head * V_HEAD_DIM
+    mixed, total, peak = _attend_blocks(
+        mixed, total, peak, q, position, begin, unmasked_end,
+        k_head_ptr, v_head_ptr, slot_ptr, kv_start, k_stride, v_stride, log2_scale,
+        False, PAGED, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+    )  # fmt: skip
+    mixed, total, peak = _attend_blocks(
+        mixed, total, peak, q, position, unmasked_end, end,
+        k_head_ptr, v_head_ptr, slot_ptr, kv_start, k_stride, v_stride, log2_scale,
+        True, PAGED, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
+    )  # fmt: skip
+    _store_tile(
+        out_ptr, log_sum_ptr, mixed, total, peak, row, head, valid, num_rows, v_scale,
+        SPLIT, GROUP, V_HEAD_DIM, BLOCK_DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def _find_tile(  # type: ignore[no-untyped-def]
+    bounds_ptr, num_requests, TILE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr
+):
+    """Find the request of this program and its tile in it; the last tiles, the longest, go first."""
+    number = tl.arange(0, BLOCK_B)
+    known = number < num_requests
+    start = tl.load(bounds_ptr + number, mask=known, other=0)
+    stop = tl.load(bounds_ptr + number + 1, mask=known, other=0)
+    tiles = (stop - start + TILE_ROWS - 1) // TILE_ROWS
+    wanted = tl.num_programs(0) - 1 - tl.program_id(0)
+    in_front = tl.cumsum(tiles, 0) <= wanted
+    request = tl.sum((known & in_front).to(tl.int32), 0)
+    return request, wanted - tl.sum(tl.where(in_front, tiles, 0), 0)
+
+
+@triton.jit
+def _share_of(length, SPLIT: tl.constexpr, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the positions that this program's share of the tile covers, whole blocks."""
+    if SPLIT:
+        num_blocks = (length + BLOCK_N - 1) // BLOCK_N
+        share = (num_blocks + tl.num_programs(2) - 1) // tl.num_programs(2) * BLOCK_N
+        begin = tl.program_id(2) * share
+        end = tl.minimum(length, begin + share)
+    else:
+        begin = 0
+        end = length
+    return begin, end
+
+
+@triton.jit
+def _attend_blocks(  # type: ignore[no-untyped-def]
+    mixed, total, peak, q, position, begin, end,
+    k_head_ptr, v_head_ptr, slot_ptr, kv_start, k_stride, v_stride, log2_scale,
+    MASKED: tl.constexpr, PAGED: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Fold the KV at positions [begin, end) into the online softmax of a tile."""
+    for block_start in range(begin, end, BLOCK_N):
+        kv_position = block_start + tl.arange(0, BLOCK_N)
+        # What lies behind the tile may be memory that nobody has written: not a number times the
+        # weight 0 is not 0. So it is not read.
+        inside = kv_position < end
+        kv_row = _find_rows(slot_ptr, kv_start, kv_position, inside, MASKED, PAGED)
+        k = _load_block(k_head_ptr, kv_row, k_stride, inside, MASKED, HEAD_DIM, BLOCK_D).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+        if MASKED:
+            scores = tl.where(kv_position[None, :] <= position[:, None], scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen nothing so far has no peak, and inf - inf is not a number.
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+        shrink = tl.exp2(peak - base)
+        weight = tl.exp2(scores - base[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        v = _load_block(v_head_ptr, kv_row, v_stride, inside, MASKED, V_HEAD_DIM, BLOCK_DV)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weight.to(q.dtype), v.to(q.dtype), mixed, input_precision="ieee")
+        peak = new_peak
+    return mixed, total, peak
+
+
+@triton.jit
+def _find_rows(  # type: ignore[no-untyped-def]
+    slot_ptr, kv_start, kv_position, inside, MASKED: tl.constexpr, PAGED: tl.constexpr
+):
+    if not PAGED:
+        return kv_start + kv_position
+    elif MASKED:  # noqa: RET505 - the compiler builds both branches of anything but else
+        return tl.load(slot_ptr + kv_start + kv_position, mask=inside, other=0).to(tl.int64)
+    else:
+        return tl.load(slot_ptr + kv_start + kv_position).to(tl.int64)
+
+
+@triton.jit
+def _load_block(  # type: ignore[no-untyped-def]
+    head_ptr, kv_row, stride, inside, MASKED: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load [BLOCK_N, BLOCK], under no more of a mask than is needed: each costs registers."""
+    dim = tl.arange(0, BLOCK)[None, :]
+    pointer = head_ptr + kv_row[:, None] * stride + dim
+    if MASKED and BLOCK == DIM:
+        block = tl.load(pointer, mask=inside[:, None], other=0.0)
+    elif MASKED:
+        block = tl.load(pointer, mask=inside[:, None] & (dim < DIM), other=0.0)
+    elif BLOCK == DIM:
+        block = tl.load(pointer)
+    else:
+        block = tl.load(pointer, mask=dim < DIM, other=0.0)
+    return block
+
+
+@triton.jit
+def _store_tile(  # type: ignore[no-untyped-def]
+    out_ptr, log_sum_ptr, mixed, total, peak, row, head, valid, num_rows, v_scale,
+    SPLIT: tl.constexpr, GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    dim = tl.arange(0, BLOCK_DV)[None, :]
+    place = row.to(tl.int64) * (tl.num_programs(1) * GROUP) + head
+    divisor = tl.where(total > 0.0, total, 1.0)  # a share may have seen nothing of a row
+    if SPLIT:
+        place += tl.program_id(2).to(tl.int64) * num_rows * (tl.num_programs(1) * GROUP)
+        log_sum = tl.where(total > 0.0, peak + tl.log2(divisor), float("-inf"))
+        tl.store(log_sum_ptr + place, log_sum, mask=valid)
+        mixed = mixed / divisor[:, None]
+    else:
+        mixed = mixed * (v_scale / divisor)[:, None]
+    target = out_ptr + place[:, None] * V_HEAD_DIM + dim
+    tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dim < V_HEAD_DIM))
+
+
+@triton.jit(do_not_specialize=["num_places", "num_splits"])
+def _merge_splits(  # type: ignore[no-untyped-def]
+    partial_ptr, log_sum_ptr, out_ptr, num_places, num_splits, v_scale,
+    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Weigh the shares of one row and head by their sums."""
+    place = tl.program_id(0).to(tl.int64)
+    dim = tl.arange(0, BLOCK_DV)
+    inside = dim < V_HEAD_DIM
+    # The first share holds position 0, which every row sees: its log-sum is finite.
+    peak = tl.load(log_sum_ptr + place)
+    total = 1.0
+    mixed = tl.load(partial_ptr + place * V_HEAD_DIM + dim, mask=inside, other=0.0)
+    for split in range(1, num_splits):
+        at = place + split * num_places.to(tl.int64)
+        log_sum = tl.load(log_sum_ptr + at)
+        new_peak = tl.maximum(peak, log_sum)
+        shrink = tl.exp2(peak - new_peak)
+        weight = tl.exp2(log_sum - new_peak)
+        share = tl.load(partial_ptr + at * V_HEAD_DIM + dim, mask=inside, other=0.0)
+        mixed = mixed * shrink + share * weight
+        total = total * shrink + weight
+        peak = new_peak
+    merged = mixed * (v_scale / total)
+    tl.store(out_ptr + place * V_HEAD_DIM + dim, merged.to(out_ptr.dtype.element_ty), mask=inside)
