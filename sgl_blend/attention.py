@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from sgl_blend import sglang_adapter as sglang
-from sgl_blend.kernels.delta_rope import rotate_keys
-from sgl_blend.kernels.kv_deviation import kv_deviation
+from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.query_attention import query_attention
-from sgl_blend.kernels.ragged_attention import RaggedBatch, plan_ragged, ragged_attention
-from sgl_blend.kernels.row_partition import complement
+from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.segmented_topk import segmented_topk
 from sgl_blend.phases import Phase, phase
 from sgl_blend.policies import POLICIES, Score
 from sgl_blend.ranks import Ranks
@@ -41,7 +40,7 @@ class Candidates:
         policy: Name of the policy that selects.
         schedule: How many are computed in each layer above the check layer, never rising.
         question: Rows behind the last chunk, numbered as they are in the batch now.
-        chosen: int64 [schedule[0]], what the policy selects if that needs no score; else None.
+        ranks: float32 [n], by which the policy selects if that needs no score; else None.
     """
 
     request: int
@@ -54,7 +53,7 @@ class Candidates:
     policy: str
     schedule: list[int]
     question: range
-    chosen: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
 
     def take(self, chosen: torch.Tensor) -> "Candidates":
         """Return only some of the rows; which chunk they are of is not known any more."""
@@ -66,7 +65,7 @@ class Candidates:
             source_slots=self.source_slots[chosen],
             cos=self.cos[chosen],
             sin=self.sin[chosen],
-            chosen=None,
+            ranks=None,
         )
 
 
@@ -103,6 +102,7 @@ class BlendAttention:
         batch: Any,
         dtype: torch.dtype,
         ranks: Ranks,
+        kernel: RaggedKernel,
     ) -> None:
         self.inner = inner
         self.kept_rows = torch.empty(0, dtype=torch.int64)
@@ -113,7 +113,8 @@ class BlendAttention:
         self._batch = batch
         self._dtype = dtype
         self._select_layer: int | None = None
-        self._ragged: RaggedBatch | None = None
+        self._kernel = kernel
+        self._plan: Any = None
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names this class does not define: pools, metadata, flags.
@@ -140,7 +141,7 @@ class BlendAttention:
         """
         layer_id = layer.layer_id
         selects = layer_id == self._select_layer
-        if self._ragged is None and not selects:
+        if self._plan is None and not selects:
             out: torch.Tensor = self.inner.forward(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
@@ -154,65 +155,80 @@ class BlendAttention:
             with phase(Phase.SELECTION):
                 self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, layer.scaling))
                 heads = heads.index_select(0, self.kept_rows)
-        assert self._ragged is not None, "planned with the selection"
-        mixed = ragged_attention(heads, k_pool, v_pool, self._ragged, scale=layer.scaling)
+        mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=layer.scaling)
         return mixed.reshape(heads.shape[0], -1)
 
-    def drop_chosen(self) -> None:
+    def drop_early(self) -> None:
         """Drop rows before the first layer: of requests whose policy needs to see no layer."""
-        early = [POLICIES[group.policy].skips_full_layers for group in self._candidates]
-        self._keep(
-            [
-                group.chosen if at_once else None
-                for group, at_once in zip(self._candidates, early, strict=True)
-            ],
-        )
+        skipping = [g for g in self._candidates if POLICIES[g.policy].skips_full_layers]
+        selecting = []
+        for group in skipping:
+            assert group.ranks is not None, "its policy needs to see no layer"
+            selecting.append((group, group.schedule[0], group.ranks))
+        self._reduce(selecting)
 
     def _select(self, layer_id: int, fresh: _LayerKV) -> None:
-        choices: list[torch.Tensor | None] = []
+        selecting = []
         for group in self._candidates:
             budget = group.schedule[layer_id - self._check_layer]
-            chosen = None
             if budget < group.rows.numel():
-                chosen = group.chosen
-                if chosen is None:
-                    scores = self._ranks.sum(self._score(group, fresh))
-                    chosen = POLICIES[group.policy].select(scores, group.chunk_lengths, budget)
-            choices.append(chosen)
-        self._keep(choices)
+                ranks = self._rank(group, budget, fresh) if group.ranks is None else group.ranks
+                selecting.append((group, budget, ranks))
+        self._reduce(selecting)
 
-    def _keep(self, choices: list[torch.Tensor | None]) -> None:
-        """Take rows out of the batch: all candidates of a group that are not chosen; None keeps all."""
+    def _rank(self, group: Candidates, budget: int, fresh: _LayerKV) -> torch.Tensor:
+        scores = self._ranks.sum(self._score(group, fresh))
+        return POLICIES[group.policy].rank(scores, group.chunk_lengths, budget)
+
+    def _reduce(self, selecting: list[tuple[Candidates, int, torch.Tensor]]) -> None:
+        """Take rows out of the batch; of each group stay as many as its budget, by rank."""
         counts = list(self._batch.extend_seq_lens_cpu)
-        dropped_rows, left = [], []
-        num_dropped = 0  # of this request and those before it, which come first in the batch
-        for group, chosen in zip(self._candidates, choices, strict=True):
-            if chosen is not None:
-                dropped_rows.append(group.rows[complement(chosen, group.rows.numel())])
-                counts[group.request] -= group.rows.numel() - chosen.numel()
-                num_dropped += group.rows.numel() - chosen.numel()
-                group = group.take(chosen)
-            first, last = group.question.start - num_dropped, group.question.stop - num_dropped
-            left.append(replace(group, question=range(first, last)))
-        num_rows = self._batch.positions.shape[0]
-        kept = complement(torch.cat(dropped_rows), num_rows)
-        place = torch.empty(num_rows, dtype=torch.int64, device=kept.device)
-        place[kept] = torch.arange(kept.numel(), device=kept.device)
-        self._candidates = [replace(group, rows=place[group.rows]) for group in left]
-        self.kept_rows = kept
-        sglang.take_rows(self._batch, kept, counts)
-        self._ragged = plan_ragged(self._batch.positions, counts, self._kv_slots(), self._dtype)
+        left = list(counts)
+        # Above infinity, segmented_topk knows nothing but NaN: rows that nobody may drop.
+        ranks = torch.full([sum(counts)], torch.nan, device=self._batch.positions.device)
+        for group, budget, group_ranks in selecting:
+            ranks[group.rows] = group_ranks.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            left[group.request] -= group.rows.numel() - budget
+        self.kept_rows, _ = segmented_topk(ranks, counts, left)
+        self._candidates = self._renumber(
+            selecting, [a - b for a, b in zip(counts, left, strict=True)]
+        )
+        sglang.take_rows(self._batch, self.kept_rows, left)
+        self._plan = self._kernel.plan(self._batch.positions, left, self._kv_slots(), self._dtype)
+
+    def _renumber(
+        self, selecting: list[tuple[Candidates, int, torch.Tensor]], num_dropped: list[int]
+    ) -> list[Candidates]:
+        """Return the groups that will select later, with the numbers that their rows have now."""
+        chosen = {}
+        for group, budget, ranks in selecting:
+            if POLICIES[group.policy].gradual:
+                chosen[group.request] = segmented_topk(ranks, [len(ranks)], [budget])[0]
+        done = {group.request for group, _, _ in selecting} - set(chosen)
+        place = torch.empty(
+            self._batch.positions.shape[0], dtype=torch.int64, device=self.kept_rows.device
+        )
+        place[self.kept_rows] = torch.arange(self.kept_rows.numel(), device=place.device)
+        groups = []
+        for group in self._candidates:
+            if group.request in done:
+                continue
+            taken = chosen.get(group.request)
+            stays = group if taken is None else group.take(taken)
+            gone = sum(num_dropped[: group.request + 1])
+            question = range(group.question.start - gone, group.question.stop - gone)
+            groups.append(replace(stays, rows=place[stays.rows], question=question))
+        return groups
 
     def _score(self, group: Candidates, fresh: _LayerKV) -> torch.Tensor:
         score = POLICIES[group.policy].score
         if score is Score.V:
-            return kv_deviation(fresh.v[group.rows], fresh.v_pool[group.source_slots])
+            return kv_deviation_at(fresh.v, group.rows, fresh.v_pool, group.source_slots)
         if score is Score.QUERY:
             return self._query_score(group, fresh)
         assert score is Score.K, f"{score} is known before the forward"
-        stored = fresh.k_pool[group.source_slots]
-        moved = rotate_keys(stored, group.cos, group.sin, neox=self._neox)
-        return kv_deviation(fresh.k[group.rows], moved)
+        rotation = (group.cos, group.sin, self._neox)
+        return kv_deviation_at(fresh.k, group.rows, fresh.k_pool, group.source_slots, rotation)
 
     def _query_score(self, group: Candidates, fresh: _LayerKV) -> torch.Tensor:
         slots = self._kv_slots()[group.request]

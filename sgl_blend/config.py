@@ -18,6 +18,7 @@ ATTRIBUTE = "_sgl_blend"
 
 ON_MISS = ("compute", "build")
 WHEN = ("faster", "always")
+ATTENTION = ("auto", "flashinfer", "triton", "torch")
 BUILD_PREFIXES = ("first", "bos", "none", "sinks")
 
 _HELP = {
@@ -42,6 +43,8 @@ _HELP = {
     "well when nobody waits, to compare the first token's distribution; 0: none.",
     "blend_when": "faster: only where this machine's own times, measured at start, say that it wins; "
     "always: whenever a chunk is stored. With --blend-on-miss build it is always always.",
+    "blend_attention": "What attends for the rows that are left: flashinfer, triton (both CUDA only), "
+    "torch; auto: the one that a trial at start finds fastest.",
     "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill batch: more "
     "requests share one, and up to twice as many rows pass the layers below the check layer at once.",
     "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
@@ -71,6 +74,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_canary_rate: float = 0.0
     blend_canary_max_kl: float = 0.5
     blend_when: str = "faster"
+    blend_attention: str = "auto"
     blend_refund_budget: bool = False
     blend_allow_untested: bool = False
 
@@ -89,6 +93,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
         _require_choice("blend_on_miss", self.blend_on_miss, ON_MISS)
         _require_choice("blend_when", self.blend_when, WHEN)
+        _require_choice("blend_attention", self.blend_attention, ATTENTION)
         _require_choice("blend_build_prefix", self.blend_build_prefix, BUILD_PREFIXES)
         _require(
             self.blend_max_build_prefix >= 0,

@@ -9,8 +9,6 @@ as it looks here.
 """
 
 import bisect
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +16,14 @@ from typing import Any
 import torch
 
 from sgl_blend import sglang_adapter as sglang
-from sgl_blend.kernels.delta_rope import copy_rotated
-from sgl_blend.kernels.kv_deviation import kv_deviation
-from sgl_blend.kernels.ragged_attention import plan_ragged, ragged_attention
+from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
+from sgl_blend.kernels.kv_deviation import kv_deviation_at
+from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.segmented_topk import segmented_topk
 from sgl_blend.plan import LayerSplit
 from sgl_blend.ranks import Ranks
 from sgl_blend.rope import Rotation
+from sgl_blend.timing import median_seconds
 
 ROWS = (1, 32, 128, 512, 2048)
 """Numbers of rows at which times are measured; between them they are taken to be linear."""
@@ -97,19 +97,27 @@ def _at(times: tuple[float, ...], rows: int) -> float:
 
 
 @torch.inference_mode()
-def measure(runner: Any, layer_module: Any, rotation: Rotation, ranks: Ranks) -> Times:
+def measure(
+    runner: Any,
+    layer_module: Any,
+    pools: LayerPools,
+    kernel: RaggedKernel,
+    rotation: Rotation,
+    ranks: Ranks,
+) -> Times:
     """Measure this machine; the pool must be unused, and every rank must take part.
 
     Args:
         runner: SGLang's ModelRunner, model and pool loaded.
         layer_module: One of the model's decoder layers.
+        pools: The runner's KV pools.
+        kernel: Attends for scattered rows.
         rotation: The model's.
         ranks: Every rank uses the first one's times.
     """
     linears = sglang.linear_modules(layer_module)
-    pool = runner.token_to_kv_pool
-    k_pool, v_pool = pool.get_key_buffer(0), pool.get_value_buffer(0)
-    device, dtype = k_pool.device, runner.dtype
+    v_pool = pools.v[0]
+    device, dtype = v_pool.device, runner.dtype
     heads = layer_module.self_attn.attn.tp_q_head_num
 
     def layer(rows: int) -> Callable[[], object]:
@@ -117,32 +125,44 @@ def measure(runner: Any, layer_module: Any, rotation: Rotation, ranks: Ranks) ->
         return lambda: [module(x) for (module, _), x in zip(linears, inputs, strict=True)]
 
     def slots(rows: int) -> torch.Tensor:
-        place: torch.Tensor = torch.arange(rows, device=device) % (k_pool.shape[0] - 1) + 1
+        place: torch.Tensor = torch.arange(rows, device=device) % (v_pool.shape[0] - 1) + 1
         return place
 
     def copy(rows: int) -> Callable[[], object]:
         where = slots(rows)
         cos, sin = rotation.between(where * 0, where * 0)  # by nothing: the bytes stay the same
-        return lambda: copy_rotated(k_pool, v_pool, where, where, cos, sin, neox=rotation.neox)
+        return lambda: copy_rotated_layers(
+            pools, range(1), where, where, cos, sin, neox=rotation.neox
+        )
 
     def select(rows: int) -> Callable[[], object]:
-        where = slots(rows)
+        where, numbers = slots(rows), torch.arange(rows, device=device)
         hidden = torch.zeros(rows, runner.model_config.hidden_size, device=device, dtype=dtype)
+        fresh = torch.zeros(rows, *v_pool.shape[1:], device=device, dtype=dtype)
 
         def run() -> object:
-            scores = kv_deviation(v_pool[where], v_pool[where])
-            kept = scores.topk(max(1, rows // 8)).indices.sort().values
+            scores = kv_deviation_at(fresh, numbers, v_pool, where)
+            kept, _ = segmented_topk(scores, [rows], [max(1, rows // 8)])
             return hidden.index_select(0, kept)
 
         return run
 
     positions = torch.arange(8, device=device)
-    query = torch.zeros(8, heads, k_pool.shape[-1], device=device, dtype=dtype)
-    ragged = plan_ragged(positions, [8], [slots(8)], dtype)
-    found = [[_seconds(kind(rows), device) for rows in ROWS] for kind in (layer, copy, select)]
+    query = torch.zeros(8, heads, pools.k[0].shape[-1], device=device, dtype=dtype)
+
+    def plan() -> Any:
+        return kernel.plan(positions, [8], [slots(8)], dtype)
+
+    ready = plan()
+    found = [
+        [median_seconds(kind(rows), device, _REPEATS) for rows in ROWS]
+        for kind in (layer, copy, select)
+    ]
     few = [
-        _seconds(lambda: plan_ragged(positions, [8], [slots(8)], dtype), device),
-        _seconds(lambda: ragged_attention(query, k_pool, v_pool, ragged, scale=1.0), device),
+        median_seconds(plan, device, _REPEATS),
+        median_seconds(
+            lambda: kernel.run(query, pools.k[0], v_pool, ready, scale=1.0), device, _REPEATS
+        ),
     ]
     agreed = ranks.agree([value for line in found for value in line] + few)
     size = len(ROWS)
@@ -153,15 +173,3 @@ def measure(runner: Any, layer_module: Any, rotation: Rotation, ranks: Ranks) ->
         attend=agreed[-2],
         attend_layer=agreed[-1],
     )
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a piece of work, the device's part included."""
-    times = []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])

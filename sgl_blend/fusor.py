@@ -21,7 +21,9 @@ import torch
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.attention import BlendAttention, Candidates
+from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.kv_deviation import kv_deviation
+from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.kv_mover import KVMover, Move
 from sgl_blend.phases import Phase, phase
@@ -38,12 +40,21 @@ class Fusor:
         layers: The model's layers and which of them selects.
     """
 
-    def __init__(self, runner: Any, rotation: Rotation, layers: LayerSplit, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        rotation: Rotation,
+        layers: LayerSplit,
+        pools: LayerPools,
+        kernel: RaggedKernel,
+        ranks: Ranks,
+    ) -> None:
         self.layers = layers
-        self._modules = sglang.decoder_layers(runner.model)
-        self._mover = KVMover(sglang.layer_pools(runner), neox=rotation.neox)
         self._runner = runner
+        self._modules = sglang.decoder_layers(runner.model)
         self._rotation = rotation
+        self._mover = KVMover(pools, neox=rotation.neox)
+        self._kernel = kernel
         self._ranks = ranks
 
     def run(self, forward_batch: Any, windows: Sequence[Window | None]) -> Any:
@@ -76,7 +87,7 @@ class Fusor:
         backend = self._backend(batch, candidates)
         with sglang.forward_with(backend, batch):
             if early:
-                backend.drop_chosen()
+                backend.drop_early()
             done = 0
             for layer in _selecting_layers(late, self.layers.check):
                 is_first = layer == self.layers.check
@@ -108,6 +119,7 @@ class Fusor:
             batch=batch,
             dtype=self._runner.dtype,
             ranks=self._ranks,
+            kernel=self._kernel,
         )
 
     def _choose_by_full_prefill(self, batch: Any, candidates: list[Candidates]) -> list[Candidates]:
@@ -116,13 +128,13 @@ class Fusor:
         with sglang.forward_with(self._backend(full, []), full):
             self._runner.forward_split_prefill(full, forward_count=self.layers.total)
         return [
-            replace(group, chosen=self._choose_truly_deviating(batch, group))
+            replace(group, ranks=self._true_deviation(batch, group))
             if POLICIES[group.policy].score is Score.FULL
             else group
             for group in candidates
         ]
 
-    def _choose_truly_deviating(self, batch: Any, group: Candidates) -> torch.Tensor:
+    def _true_deviation(self, batch: Any, group: Candidates) -> torch.Tensor:
         pool = self._runner.token_to_kv_pool
         true_slots = batch.out_cache_loc[group.rows]
         scores = torch.zeros(group.rows.numel(), device=group.rows.device)
@@ -132,7 +144,7 @@ class Fusor:
                 kv_deviation(v_pool[true_slots], v_pool[group.source_slots])
             )
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
-        return POLICIES[group.policy].select(scores, group.chunk_lengths, group.schedule[0])
+        return scores
 
     def _take_heads(self, batch: Any, windows: Sequence[Window | None]) -> list[Move]:
         """Take the rows of exact heads out of the batch and return the copies that stand for them."""
@@ -202,9 +214,9 @@ class Fusor:
         cos, sin = self._rotation.between(stored, positions)
         policy = POLICIES[window.policy]
         schedule = window.schedule(self.layers)
-        chosen = None
+        ranks = None
         if policy.score is Score.NOTHING:
-            chosen = sglang.to_device(policy.select(None, lengths, schedule[0]), device)
+            ranks = sglang.to_device(policy.rank(None, lengths, schedule[0]), device)
         to_row = first_row - window.head_stop
         return Candidates(
             request=request,
@@ -217,7 +229,7 @@ class Fusor:
             policy=window.policy,
             schedule=schedule,
             question=range(window.spans[-1].stop + to_row, window.stop + to_row),
-            chosen=chosen,
+            ranks=ranks,
         )
 
 

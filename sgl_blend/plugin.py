@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sgl_blend import sglang_adapter as sglang
+from sgl_blend.attention_choice import choose_kernel
 from sgl_blend.compatibility import check_layers, check_runner, check_server_args
 from sgl_blend.config import BlendConfig, add_flags, settings_from_flags
 from sgl_blend.cost_model import CostModel, measure
@@ -216,9 +217,12 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
     split = LayerSplit(config.blend_check_layer, len(layers))
+    pools = sglang.layer_pools(runner)
+    heads = layers[-1].self_attn.attn.tp_q_head_num
+    kernel = choose_kernel(config.blend_attention, pools, heads, runner.dtype, ranks)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
-        cost_model = CostModel(measure(runner, layers[-1], rotation, ranks), split)
+        cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, ranks), split)
     shares = FairShare(store, scheduler.max_total_num_tokens)
     builder = ChunkBuilder(scheduler, store, shares, ranks)
     canary = _make_canary(config, scheduler, store, builder, ranks)
@@ -241,13 +245,14 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         ),
         builder=builder,
         canary=canary,
-        fusor=Fusor(runner, rotation, split, ranks),
+        fusor=Fusor(runner, rotation, split, pools, kernel, ranks),
         metrics=BlendMetrics(**_publishing(scheduler, ranks)),
         shares=shares,
         tree=tree,
         description={
             **_describe(config, separator, model),
             "architecture": model_architecture,
+            "attention": kernel.name,
             "dtype": str(runner.dtype).removeprefix("torch."),
             "least_rows": None
             if cost_model is None

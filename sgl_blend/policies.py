@@ -1,7 +1,8 @@
 """Selection policies: which reused tokens are recomputed, and in how many layers.
 
-A policy is a plain function of scores, chunk lengths and budget; it never touches KV. All of them
-select among the reused tokens of one request, numbered 0..n-1 in prompt order, chunk after chunk.
+A policy is a plain function of scores, chunk lengths and budget; it never touches KV. It gives every
+reused token of a request, numbered 0..n-1 in prompt order, chunk after chunk, a rank; the tokens of
+the largest ranks are recomputed, of equal ranks the earlier one, so a rerun selects the same tokens.
 
     hkvd, hkvd-k    the largest deviation of V or of K          CacheBlend §4.3
     gradual         hkvd again in every layer, ever fewer       CacheBlend §4.3
@@ -21,6 +22,7 @@ from enum import Enum
 import torch
 
 from sgl_blend.kernels.row_partition import first_rows
+from sgl_blend.kernels.segmented_topk import segmented_topk
 
 _RANDOM_SEED = 2405
 _HYBRID_FIRST = 8
@@ -39,7 +41,7 @@ class Score(Enum):
     FULL = "squared deviation of V from a full prefill, over all layers above the check layer"
 
 
-Select = Callable[[torch.Tensor | None, list[int], int], torch.Tensor]
+Rank = Callable[[torch.Tensor | None, list[int], int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,7 @@ class Policy:
 
     Attributes:
         score: What the fusor must measure.
-        select: (scores float32 [n] or None, tokens per chunk, budget) -> int64 [budget] distinct
-            tokens, ascending.
+        rank: (scores float32 [n] or None, tokens per chunk, budget) -> float32 [n], not negative.
         fixed_ratio: The only ratio the policy has, or None if the request chooses.
         gradual: Whether the choice is made anew in every layer above the check layer, among the
             tokens of the layer before.
@@ -59,86 +60,82 @@ class Policy:
     """
 
     score: Score
-    select: Select
+    rank: Rank
     fixed_ratio: float | None = None
     gradual: bool = False
     skips_full_layers: bool = False
     evaluation_only: bool = False
 
-
-def select_hkvd(scores: torch.Tensor | None, chunk_lengths: list[int], budget: int) -> torch.Tensor:
-    """Take the tokens whose cached KV deviates most (CacheBlend §4.3).
-
-    Ties go to the earlier token, so a rerun of the same request selects the same tokens.
-    """
-    assert scores is not None, "hkvd needs scores"
-    order = torch.sort(scores, descending=True, stable=True).indices
-    return order[:budget].sort().values
+    def select(
+        self, scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
+    ) -> torch.Tensor:
+        """Return the tokens that are recomputed, int64 [budget], distinct and ascending."""
+        ranks = self.rank(scores, chunk_lengths, budget)
+        return segmented_topk(ranks, [sum(chunk_lengths)], [budget])[0]
 
 
-def select_first_k(
+def rank_by_score(
     scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
 ) -> torch.Tensor:
-    """Take the first tokens of every chunk, equally many as far as it goes (EPIC's LegoLink)."""
-    by_offset = sorted(
-        (offset, start + offset)
-        for start, length in zip(first_rows(chunk_lengths), chunk_lengths, strict=True)
-        for offset in range(length)
-    )
-    return torch.tensor(sorted(token for _, token in by_offset[:budget]), dtype=torch.int64)
+    """Prefer the tokens whose cached KV deviates most (CacheBlend §4.3)."""
+    assert scores is not None, "nothing was measured"
+    return scores
 
 
-def select_hybrid(
-    scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
-) -> torch.Tensor:
-    """Take the first tokens of every chunk, which lost their attention sink, then hkvd's."""
-    assert scores is not None, "hybrid needs scores"
+def rank_hybrid(scores: torch.Tensor | None, chunk_lengths: list[int], budget: int) -> torch.Tensor:
+    """Prefer the first tokens of every chunk, which lost their attention sink, then by score."""
+    assert scores is not None, "nothing was measured"
     per_chunk = min(_HYBRID_FIRST, budget // (2 * len(chunk_lengths)))
     raised = scores.clone()
     for start, length in zip(first_rows(chunk_lengths), chunk_lengths, strict=True):
         raised[start : start + min(per_chunk, length)] = math.inf
-    return select_hkvd(raised, chunk_lengths, budget)
+    return raised
 
 
-def select_edges(
+def rank_first(scores: torch.Tensor | None, chunk_lengths: list[int], budget: int) -> torch.Tensor:
+    """Prefer the first tokens of every chunk, equally many as far as it goes (EPIC's LegoLink)."""
+    return torch.cat([max(chunk_lengths) - _offsets(length) for length in chunk_lengths])
+
+
+def rank_edges(scores: torch.Tensor | None, chunk_lengths: list[int], budget: int) -> torch.Tensor:
+    """Prefer the tokens nearest to either end of their chunk."""
+    inward = [torch.minimum(_offsets(n), n - 1 - _offsets(n)) for n in chunk_lengths]
+    return max(chunk_lengths) - torch.cat(inward)
+
+
+def rank_randomly(
     scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
 ) -> torch.Tensor:
-    """Take the tokens nearest to either end of their chunk."""
-    by_distance = sorted(
-        (min(offset, length - 1 - offset), start + offset)
-        for start, length in zip(first_rows(chunk_lengths), chunk_lengths, strict=True)
-        for offset in range(length)
-    )
-    return torch.tensor(sorted(token for _, token in by_distance[:budget]), dtype=torch.int64)
-
-
-def select_random(
-    scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
-) -> torch.Tensor:
-    """Take tokens at random; the seed is fixed, so the same prompt gives the same tokens."""
+    """Prefer tokens at random; the seed is fixed, so the same prompt gives the same tokens."""
     generator = torch.Generator().manual_seed(_RANDOM_SEED)
-    return torch.randperm(sum(chunk_lengths), generator=generator)[:budget].sort().values
+    ranks = torch.zeros(sum(chunk_lengths))
+    ranks[torch.randperm(len(ranks), generator=generator)[:budget]] = 1.0
+    return ranks
 
 
-def select_leading(
+def rank_equally(
     scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
 ) -> torch.Tensor:
-    """Take the first tokens of the request; with a budget of all or nothing, all or nothing."""
-    return torch.arange(budget)
+    """Prefer nothing: for budgets of all or nothing."""
+    return torch.zeros(sum(chunk_lengths))
+
+
+def _offsets(length: int) -> torch.Tensor:
+    return torch.arange(length, dtype=torch.float32)
 
 
 POLICIES: dict[str, Policy] = {
-    "hkvd": Policy(Score.V, select_hkvd),
-    "hkvd-k": Policy(Score.K, select_hkvd),
-    "gradual": Policy(Score.V, select_hkvd, gradual=True),
-    "hybrid": Policy(Score.V, select_hybrid),
-    "query-aware": Policy(Score.QUERY, select_hkvd),
-    "edge": Policy(Score.NOTHING, select_edges, skips_full_layers=True),
-    "first-k": Policy(Score.NOTHING, select_first_k, skips_full_layers=True),
-    "random": Policy(Score.NOTHING, select_random),
-    "none": Policy(Score.NOTHING, select_leading, fixed_ratio=0.0),
-    "all": Policy(Score.NOTHING, select_leading, fixed_ratio=1.0),
-    "oracle": Policy(Score.FULL, select_hkvd, evaluation_only=True),
+    "hkvd": Policy(Score.V, rank_by_score),
+    "hkvd-k": Policy(Score.K, rank_by_score),
+    "gradual": Policy(Score.V, rank_by_score, gradual=True),
+    "hybrid": Policy(Score.V, rank_hybrid),
+    "query-aware": Policy(Score.QUERY, rank_by_score),
+    "edge": Policy(Score.NOTHING, rank_edges, skips_full_layers=True),
+    "first-k": Policy(Score.NOTHING, rank_first, skips_full_layers=True),
+    "random": Policy(Score.NOTHING, rank_randomly),
+    "none": Policy(Score.NOTHING, rank_equally, fixed_ratio=0.0),
+    "all": Policy(Score.NOTHING, rank_equally, fixed_ratio=1.0),
+    "oracle": Policy(Score.FULL, rank_by_score, evaluation_only=True),
 }
 
 

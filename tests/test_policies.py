@@ -11,11 +11,6 @@ from sgl_blend.policies import (
     Score,
     keep_schedule,
     recompute_budget,
-    select_edges,
-    select_first_k,
-    select_hkvd,
-    select_hybrid,
-    select_random,
 )
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=6)
@@ -39,21 +34,21 @@ def test_hkvd_takes_the_largest_scores_and_of_equal_ones_the_earlier(
 ) -> None:
     budget = data.draw(st.integers(0, len(values)))
 
-    chosen = select_hkvd(torch.tensor(values), [len(values)], budget)
+    chosen = POLICIES["hkvd"].select(torch.tensor(values), [len(values)], budget)
 
     by_rank = sorted(range(len(values)), key=lambda token: (-values[token], token))
     assert chosen.tolist() == sorted(by_rank[:budget])
 
 
 def test_ties_among_many_tokens_go_to_the_earlier() -> None:
-    assert select_hkvd(torch.ones(10_007), [10_007], 500).tolist() == list(range(500))
+    assert POLICIES["hkvd"].select(torch.ones(10_007), [10_007], 500).tolist() == list(range(500))
 
 
 @given(chunks=lengths, data=st.data())
 def test_first_k_takes_the_heads_of_the_chunks(chunks: list[int], data: st.DataObject) -> None:
     budget = data.draw(st.integers(0, sum(chunks)))
 
-    chosen = set(select_first_k(None, chunks, budget).tolist())
+    chosen = set(POLICIES["first-k"].select(None, chunks, budget).tolist())
 
     # Deal tokens out to the chunks in turn, like cards, until the budget is used up.
     heads = [0] * len(chunks)
@@ -68,32 +63,32 @@ def test_first_k_takes_the_heads_of_the_chunks(chunks: list[int], data: st.DataO
 
 
 def test_first_k_is_equally_many_of_every_chunk() -> None:
-    assert select_first_k(None, [10, 10, 10], 6).tolist() == [0, 1, 10, 11, 20, 21]
+    assert POLICIES["first-k"].select(None, [10, 10, 10], 6).tolist() == [0, 1, 10, 11, 20, 21]
 
 
 def test_first_k_gives_the_share_of_a_short_chunk_to_the_others() -> None:
-    assert select_first_k(None, [1, 5], 4).tolist() == [0, 1, 2, 3]
+    assert POLICIES["first-k"].select(None, [1, 5], 4).tolist() == [0, 1, 2, 3]
 
 
 @given(chunks=lengths, data=st.data())
 def test_random_is_the_same_every_time(chunks: list[int], data: st.DataObject) -> None:
     budget = data.draw(st.integers(0, sum(chunks)))
-    first = select_random(None, chunks, budget)
+    first = POLICIES["random"].select(None, chunks, budget)
     torch.manual_seed(data.draw(st.integers(0, 1000)))
 
-    assert torch.equal(select_random(None, chunks, budget), first)
+    assert torch.equal(POLICIES["random"].select(None, chunks, budget), first)
 
 
 def test_random_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
 
-    select_random(None, [100], 10)
+    POLICIES["random"].select(None, [100], 10)
 
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_random_is_spread_over_the_chunks() -> None:
-    chosen = select_random(None, [500, 500], 100)
+    chosen = POLICIES["random"].select(None, [500, 500], 100)
     assert 30 <= int((chosen < 500).sum()) <= 70
 
 
@@ -181,26 +176,26 @@ def test_only_policies_that_rank_ask_for_scores() -> None:
 def test_hybrid_takes_heads_of_chunks_and_then_what_deviates_most() -> None:
     scores = torch.arange(30.0)  # the last tokens deviate most
     # 6 // (2 * 3) = 1 first token per chunk, three by deviation
-    assert select_hybrid(scores, [10, 10, 10], 6).tolist() == [0, 10, 20, 27, 28, 29]
-    assert select_hybrid(scores, [10, 10, 10], 5).tolist() == [25, 26, 27, 28, 29]
+    assert POLICIES["hybrid"].select(scores, [10, 10, 10], 6).tolist() == [0, 10, 20, 27, 28, 29]
+    assert POLICIES["hybrid"].select(scores, [10, 10, 10], 5).tolist() == [25, 26, 27, 28, 29]
 
 
 def test_hybrid_takes_no_more_than_eight_first_tokens_of_a_chunk() -> None:
     scores = torch.arange(200.0)
-    chosen = select_hybrid(scores, [100, 100], 60).tolist()
+    chosen = POLICIES["hybrid"].select(scores, [100, 100], 60).tolist()
     assert chosen == [*range(8), *range(100, 108), *range(156, 200)]
 
 
 def test_hybrid_does_not_change_the_scores() -> None:
     scores = torch.arange(30.0)
-    select_hybrid(scores, [10, 10, 10], 12)
+    POLICIES["hybrid"].select(scores, [10, 10, 10], 12)
     assert torch.equal(scores, torch.arange(30.0))
 
 
 def test_edge_takes_both_ends_of_every_chunk() -> None:
-    assert select_edges(None, [5, 4], 4).tolist() == [0, 4, 5, 8]
-    assert select_edges(None, [5, 4], 9).tolist() == list(range(9))
-    assert select_edges(None, [1, 6], 3).tolist() == [0, 1, 6]
+    assert POLICIES["edge"].select(None, [5, 4], 4).tolist() == [0, 4, 5, 8]
+    assert POLICIES["edge"].select(None, [5, 4], 9).tolist() == list(range(9))
+    assert POLICIES["edge"].select(None, [1, 6], 3).tolist() == [0, 1, 6]
 
 
 # --- how many in which layer ---

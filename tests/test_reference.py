@@ -104,8 +104,8 @@ class Reference:
         hidden = self.weights["embed_tokens.weight"][tokens]
         rows = torch.arange(len(tokens))
         kept = moved
+        lengths = [len(CHUNKS[1]), len(CHUNKS[2])]
         if POLICIES[policy].skips_full_layers:
-            lengths = [len(CHUNKS[1]), len(CHUNKS[2])]
             kept = moved[POLICIES[policy].select(None, lengths, schedule[0])]
             rows = rows[~torch.isin(rows, moved) | torch.isin(rows, kept)]
             hidden = hidden[rows]
@@ -123,10 +123,10 @@ class Reference:
                 old = Layer(fresh.q, stored[number].k[within], stored[number].v[within])
                 new = Layer(fresh.q, k[kept], v[kept])
                 scores = self.scores(policy, old, new, k, kept, truth, stored, check)
-                lengths = [len(CHUNKS[1]), len(CHUNKS[2])]
-                chosen = kept[POLICIES[policy].select(scores, lengths, count)]
+                single = None if scores is None else scores.float()
+                chosen = kept[POLICIES[policy].select(single, lengths, count)]
                 stays = ~torch.isin(rows, kept) | torch.isin(rows, chosen)
-                hidden, rows, kept = hidden[stays], rows[stays], chosen
+                hidden, rows, kept, lengths = hidden[stays], rows[stays], chosen, [count]
         return self.linear(self.norm(hidden[-1], "norm"), "lm_head").log_softmax(-1)
 
     def stored(self, first: int) -> tuple[torch.Tensor, list[Layer]]:

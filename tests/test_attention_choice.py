@@ -1,0 +1,54 @@
+"""Which kernel a server gets; speeds are only measured on a GPU."""
+
+import pytest
+import torch
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver
+
+from sgl_blend.attention_choice import choose_kernel
+from sgl_blend.errors import UnsupportedError
+from sgl_blend.kernels.delta_rope import LayerPools
+from sgl_blend.ranks import Ranks
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+
+class OneRank(Ranks):
+    """A server of one rank, whose group is never asked."""
+
+    def __init__(self) -> None:
+        pass
+
+    def agree(self, values: list[float]) -> list[float]:
+        return values
+
+
+def choose(wanted: str, device: str = "cpu") -> str:
+    pool = torch.zeros(600, 2, 16, device=device)
+    pools = LayerPools(k=(pool,), v=(pool.clone(),))
+    return choose_kernel(wanted, pools, 4, torch.float32, OneRank()).name
+
+
+def test_without_a_gpu_auto_is_torch() -> None:
+    assert choose("auto") == choose("torch") == "torch"
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_a_gpu_kernel_is_refused_without_a_gpu(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"--blend-attention {name} needs a CUDA device"):
+        choose(name)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_auto_takes_one_that_runs() -> None:
+    assert choose("auto", "cuda") in ("triton", "flashinfer", "torch")
+    assert choose("triton", "cuda") == "triton"
+
+
+def _attention(driver: Driver) -> str:
+    return str(driver.runtime.describe()["attention"])
+
+
+@pytest.mark.engine
+def test_the_server_says_which_one_it_took(start_engine: StartEngine) -> None:
+    assert start_engine().call(_attention) == "torch"
