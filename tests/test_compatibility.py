@@ -195,7 +195,10 @@ def layer(**changes: Any) -> Any:
         "is_cross_attention": False,
         **changes,
     }
-    return SimpleNamespace(self_attn=SimpleNamespace(attn=RadixAttention(**attention)))
+    return SimpleNamespace(
+        self_attn=SimpleNamespace(attn=RadixAttention(**attention)),
+        post_attention_layernorm=torch.nn.Identity(),
+    )
 
 
 def test_plain_causal_layers_pass() -> None:
@@ -229,6 +232,13 @@ def test_a_layer_without_sglangs_attention_is_refused(stranger: Any) -> None:
         UnsupportedError, match=r"^enable_blend: layer 0 has no plain self-attention"
     ):
         check_layers([stranger])
+
+
+def test_a_layer_whose_residual_cannot_follow_is_refused() -> None:
+    strange = layer()
+    del strange.post_attention_layernorm
+    with pytest.raises(UnsupportedError, match="layer 1 has no post_attention_layernorm"):
+        check_layers([layer(), strange])
 
 
 def test_the_tables_in_docs_are_current() -> None:
