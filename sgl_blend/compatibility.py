@@ -73,6 +73,22 @@ REFUSALS = (
         "chunks on the host are not loaded back yet",
     ),
     Refusal(
+        "--radix-eviction-policy",
+        lambda args: getattr(args, "radix_eviction_policy", None) not in (None, "lru"),
+        "fair shares between tenants need lru",
+    ),
+    Refusal(
+        "--flashinfer-allreduce-fusion-backend",
+        _is_set("flashinfer_allreduce_fusion_backend"),
+        "residuals bypass the norm in which blending drops rows; "
+        "add --enforce-disable-flashinfer-allreduce-fusion",
+    ),
+    Refusal(
+        "--enable-aiter-allreduce-fusion",
+        _is_set("enable_aiter_allreduce_fusion"),
+        "residuals bypass the norm in which blending drops rows",
+    ),
+    Refusal(
         "--radix-cache-backend", _is_set("radix_cache_backend"), "only SGLang's own tree is known"
     ),
     Refusal("--enable-lmcache", _is_set("enable_lmcache"), "only SGLang's own tree is known"),

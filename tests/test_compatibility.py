@@ -32,6 +32,8 @@ VALUES = {
     "--speculative-algorithm": "EAGLE",
     "--lora-paths": "adapter=path",
     "--disaggregation-mode": "prefill",
+    "--radix-eviction-policy": "lfu",
+    "--flashinfer-allreduce-fusion-backend": "trtllm",
     "--radix-cache-backend": "other",
     "--kv-cache-dtype": "fp8_e4m3",
     "--dllm-algorithm": "LowConfidence",
