@@ -119,6 +119,20 @@ def test_fp8_kv_is_read_with_its_scales(
         assert torch.equal(through_protocol, got)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_a_kv_head_is_not_touched_by_its_neighbour(head_dim: int) -> None:
+    # At head_dim 80 a block of 128 reaches into the next head, or behind the pool.
+    case = make_case([40], head_dim=head_dim).on(DEVICE)
+    before = run(case)
+
+    case.k_pool[:, 1] = case.v_pool[:, 1] = torch.nan
+    after = run(case)
+
+    assert torch.equal(after[:, :2], before[:, :2])
+    assert after[:, 2:].isnan().all()
+
+
 def test_queries_may_lie_inside_a_wider_projection() -> None:
     case = make_case([40]).on(DEVICE)
     projected = torch.randn(40, 200, device=DEVICE)
