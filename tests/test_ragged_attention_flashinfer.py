@@ -104,6 +104,13 @@ def test_fa3_groups_share_their_slots_and_have_bounds(monkeypatch: pytest.Monkey
     assert wrapper.plan_options["seq_lens"].tolist() == [228, 356, 400, 30]
     assert "packed_custom_mask" not in wrapper.plan_options
 
+    kernel.plan(positions, [300, 30], slots, BF16)
+
+    first_row, starts, *_ = wrapper.planned
+    assert first_row.tolist() == [0, 300, 330]
+    assert starts.tolist() == [0, 400, 430]
+    assert wrapper.plan_options["seq_lens"].tolist() == [400, 30]
+
 
 def test_a_layer_runs_on_pages_of_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, wrapper = make_kernel(monkeypatch, "fa3")
