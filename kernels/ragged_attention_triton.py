@@ -29,7 +29,7 @@ _MAX_SPLITS = 32
 _MIN_SPLIT_POSITIONS = 512
 """A share of the KV below this costs more in merging than it gains."""
 _PROGRAMS_PER_MULTIPROCESSOR = 2
-_REQUEST_BLOCKS = (16, 64, 256, 1024, 4096)
+_REQUEST_BLOCKS = (16, 64, 256, 1024)
 """Sizes that the number of requests is rounded up to: each one is compiled anew."""
 
 
@@ -47,13 +47,13 @@ class TileShape:
 # nothing for sm_90 (tools/compile_kernels.py); none has been timed yet. 128 rows reuse a KV block
 # twice as often as 64, and that counts because KV comes through L2 once per tile. Two warpgroups hold
 # 64 of the rows each. 64 positions a step keep two programs on a multiprocessor up to head_dim 64
-# (126 registers); at 128 one program fills it (201). At 256 the accumulator of 128 rows alone would.
+# (126 registers); at 128 one program fills it (201); at 256 the accumulator leaves room for 32 (242).
 _HALF_PRECISION_TILES = {
     16: TileShape(128, 64, 4, 3),
     32: TileShape(128, 64, 4, 3),
     64: TileShape(128, 64, 8, 3),
     128: TileShape(128, 64, 8, 3),
-    256: TileShape(64, 64, 8, 2),
+    256: TileShape(128, 32, 8, 2),
 }
 # float32 products are exact and so run on the scalar units, with operands twice as wide: small tiles,
 # and at 128 no second stage, which would spill.
@@ -241,7 +241,10 @@ def _padded(head_dim: int) -> int:
 
 
 def _request_block(num_requests: int) -> int:
-    return next(block for block in _REQUEST_BLOCKS if block >= num_requests)
+    return next(
+        (block for block in _REQUEST_BLOCKS if block >= num_requests),
+        int(triton.next_power_of_2(num_requests)),
+    )
 
 
 def _choose_splits(device: torch.device, num_programs: int, max_length: int) -> int:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_blend.kernels.checks import check_tensor
+from sgl_blend.kernels.checks import check_rows, check_tensor
 
 shapes = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
@@ -40,3 +40,29 @@ def test_another_dtype_is_refused() -> None:
 
 def test_any_dtype_fits_if_none_is_asked_for() -> None:
     check_tensor("x", torch.zeros(2, dtype=torch.int8), shape=(2,))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(5),
+        torch.zeros(5, 2, 8),
+        torch.zeros(5, 9)[:, 2:7],
+        torch.zeros(10, 2, 8)[::2],
+        torch.zeros(0, 3),
+        torch.zeros(5, 8, 1)[:, ::8],
+    ],
+    ids=lambda tensor: str((tuple(tensor.shape), tensor.stride())),
+)
+def test_rows_may_lie_apart(tensor: torch.Tensor) -> None:
+    check_rows("x", tensor)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(5, 9)[:, ::2], torch.zeros(5, 3, 8)[:, :, :7], torch.zeros(4, 5).t()],
+    ids=lambda tensor: str((tuple(tensor.shape), tensor.stride())),
+)
+def test_a_row_may_not(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"^x: expected contiguous rows, got strides \("):
+        check_rows("x", tensor)

@@ -41,15 +41,17 @@ class Case:
         moved = None if rotation is None else (rotation[0].cpu(), rotation[1].cpu(), rotation[2])
         return kv_deviation_at(fresh, rows, pool, slots, moved)
 
-    def oracle(self, rotation: Rotation | None = None) -> torch.Tensor:
-        """Expand the square, |a|^2 - 2ab + |b|^2, in float64; a rotation keeps |b| and turns ab."""
-        a = self.fresh.cpu().double()[self.rows.cpu()]
-        b = self.pool.cpu().double()[self.slots.cpu()]
+    def oracle(
+        self, rotation: Rotation | None = None, dtype: torch.dtype = torch.float64
+    ) -> torch.Tensor:
+        """Expand the square, |a|^2 - 2ab + |b|^2; a rotation keeps |b| and turns ab."""
+        a = self.fresh.cpu().to(dtype)[self.rows.cpu()]
+        b = self.pool.cpu().to(dtype)[self.slots.cpu()]
         dot = a * b
         norm: torch.Tensor = (a * a).sum((1, 2)) + (b * b).sum((1, 2))
         if rotation is None:
             return norm - 2 * dot.sum((1, 2))
-        cos, sin = (x.cpu().double()[:, None, :] for x in rotation[:2])
+        cos, sin = (x.cpu().to(dtype)[:, None, :] for x in rotation[:2])
         half = cos.shape[-1]
         ax, ay, bx, by = (part for x in (a, b) for part in sides(x, half, neox=rotation[2]))
         turned = (ax * bx + ay * by) * cos + (ay * bx - ax * by) * sin
@@ -88,9 +90,10 @@ def test_a_cached_key_is_moved_first(
     case = Case(shape, dtype)
     rotation = case.rotation(rotary_dim, neox=neox)
 
-    got = case.run_triton(rotation)
+    got, want = case.run_triton(rotation), case.run_torch(rotation)
 
-    assert_as_good_as(got, case.run_torch(rotation), case.oracle(rotation), slack=2)
+    assert_as_good_as(got, want, case.oracle(rotation), slack=2)
+    assert_as_good_as(want, case.oracle(rotation, torch.float32), case.oracle(rotation))
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -1,0 +1,1 @@
+"""Speed measurements that users can repeat on their own hardware."""

@@ -1,0 +1,284 @@
+"""Speed of each kernel against the roof of the device it runs on.
+
+A kernel must move so many bytes and do so many operations; the roof is what a large ``copy_`` and a
+large matrix product reach on the same device. The share of the roof is the time these two would need
+for the same work, the longer of them, over the time the kernel needed.
+
+On CUDA the Triton kernels run, with L2 cleared before each call; elsewhere the torch references.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
+from sgl_blend.kernels.kv_deviation import kv_deviation_at
+from sgl_blend.kernels.ragged_attention import ragged_kernel
+from sgl_blend.kernels.row_compaction import compact_rows
+from sgl_blend.kernels.segmented_topk import segmented_topk
+
+_L2_BYTES = 256 << 20
+"""More than any L2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model and a prompt.
+
+    Attributes:
+        num_layers: Layers whose KV is copied.
+        num_tokens: Positions of the prompt, all of them reused but the question.
+        num_question: Rows behind the last chunk.
+        num_heads: Query heads.
+        num_kv_heads: KV heads.
+        head_dim: Dimensions of a head, all rotated.
+        hidden: Width of the hidden state.
+        ratio: Share of the reused tokens that is recomputed.
+        dtype: Of the model and its KV.
+    """
+
+    num_layers: int
+    num_tokens: int
+    num_question: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden: int
+    ratio: float
+    dtype: torch.dtype
+
+    @property
+    def num_reused(self) -> int:
+        """Tokens of the chunks."""
+        return self.num_tokens - self.num_question
+
+    @property
+    def num_taken(self) -> int:
+        """Reused tokens that are recomputed."""
+        return max(1, int(self.ratio * self.num_reused))
+
+    @property
+    def kv_row_bytes(self) -> int:
+        """Bytes of K, or of V, of one token in one layer."""
+        return self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+SHAPES = {
+    "tiny": Shape(2, 512, 32, 4, 2, 64, 256, 0.15, torch.float32),
+    "8b-8k": Shape(32, 8192, 256, 32, 8, 128, 4096, 0.15, torch.bfloat16),
+    "8b-32k": Shape(32, 32_768, 256, 32, 8, 128, 4096, 0.15, torch.bfloat16),
+}
+"""By name; 8b is Llama-3.1-8B."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roof:
+    """What a device reaches: bytes per second of a copy (read and written), FLOP/s of a product."""
+
+    bytes_per_s: float
+    flop_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One call of a kernel and what it cannot do without.
+
+    Attributes:
+        kernel: Its name.
+        call: Runs it once.
+        num_bytes: Least bytes read and written.
+        num_flop: Floating-point operations that have a matrix product's form.
+    """
+
+    kernel: str
+    call: Callable[[], Any]
+    num_bytes: int
+    num_flop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """One measurement; ms is the median of the repetitions, share is of the roof."""
+
+    kernel: str
+    device: str
+    shape: str
+    dtype: str
+    ms: float
+    num_bytes: int
+    num_flop: int
+    roof_ms: float
+    share: float
+
+
+def measure(device: str, shapes: str) -> list[dict[str, Any]]:
+    """Time every kernel.
+
+    Args:
+        device: A torch device, such as "cuda" or "cpu".
+        shapes: Names from SHAPES, separated by commas; "tiny" suits a CPU.
+
+    Returns:
+        One Speed per shape and kernel, as dictionaries.
+
+    Raises:
+        ValueError: A shape is not known.
+    """
+    place = torch.device(device)
+    label = torch.cuda.get_device_name(place) if place.type == "cuda" else device
+    found = []
+    for name in shapes.split(","):
+        if name not in SHAPES:
+            raise ValueError(f"shapes: expected some of {', '.join(SHAPES)}, got {name!r}")
+        shape = SHAPES[name]
+        roof = measure_roof(place, shape.dtype)
+        for work in works(shape, place):
+            seconds = time_call(work.call, place)
+            roof_s = max(work.num_bytes / roof.bytes_per_s, work.num_flop / roof.flop_per_s)
+            speed = Speed(
+                kernel=work.kernel,
+                device=label,
+                shape=name,
+                dtype=str(shape.dtype).removeprefix("torch."),
+                ms=seconds * 1e3,
+                num_bytes=work.num_bytes,
+                num_flop=work.num_flop,
+                roof_ms=roof_s * 1e3,
+                share=roof_s / seconds,
+            )
+            found.append(asdict(speed))
+    return found
+
+
+def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
+    """Measure what a large copy and a large matrix product reach."""
+    num_bytes, width = (2 << 30, 8192) if device.type == "cuda" else (64 << 20, 512)
+    source = torch.ones(num_bytes // 4, device=device)
+    target = torch.empty_like(source)
+    copy_s = time_call(lambda: target.copy_(source), device)
+    a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
+    product_s = time_call(lambda: a @ b, device)
+    return Roof(2 * num_bytes / copy_s, 2 * width**3 / product_s)
+
+
+def time_call(call: Callable[[], Any], device: torch.device, repetitions: int = 20) -> float:
+    """Return the median seconds of a call after a few that do not count."""
+    for _ in range(3):
+        call()
+    if device.type == "cuda":
+        return _time_on_cuda(call, device, repetitions)
+    return statistics.median(_clock(call) for _ in range(repetitions))
+
+
+def _clock(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def _time_on_cuda(call: Callable[[], Any], device: torch.device, repetitions: int) -> float:
+    clear = torch.empty(_L2_BYTES, dtype=torch.int8, device=device)
+    make_event: Any = torch.cuda.Event  # torch does not say its types
+    spans = []
+    for _ in range(repetitions):
+        clear.zero_()
+        start, stop = (make_event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        spans.append((start, stop))
+    torch.cuda.synchronize(device)
+    milliseconds = [float(start.elapsed_time(stop)) for start, stop in spans]
+    return statistics.median(milliseconds) / 1e3
+
+
+def works(shape: Shape, device: torch.device) -> Iterator[Work]:
+    """Prepare each kernel for a shape, one at a time."""
+    torch.manual_seed(0)
+    k, v = (_pools(shape, device) for _ in range(2))
+    # Stored chunks and the prompt's own slots, each scattered as after much traffic.
+    slots = torch.randperm(2 * shape.num_tokens, device=device)
+    stored, own = slots[: shape.num_tokens], slots[shape.num_tokens :]
+    yield _copy_work(shape, LayerPools(k, v), stored, own)
+    yield _deviation_work(shape, v[0], stored)
+    yield _topk_work(shape, device)
+    yield _compaction_work(shape, device)
+    yield _attention_work(shape, k[0], v[0], own)
+
+
+def _pools(shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
+    rows = 2 * shape.num_tokens, shape.num_kv_heads, shape.head_dim
+    return tuple(
+        torch.randn(rows, device=device, dtype=shape.dtype) for _ in range(shape.num_layers)
+    )
+
+
+def _copy_work(shape: Shape, pools: LayerPools, stored: torch.Tensor, own: torch.Tensor) -> Work:
+    count = shape.num_reused - shape.num_taken
+    angle = torch.rand(count, shape.head_dim // 2, device=stored.device)
+    source, dest, cos, sin = stored[:count], own[:count], angle.cos(), angle.sin()
+    layers = range(shape.num_layers)
+
+    def call() -> None:
+        copy_rotated_layers(pools, layers, source, dest, cos, sin, neox=True)
+
+    # K and V, read and written, and the tables once.
+    num_bytes = 4 * shape.num_layers * count * shape.kv_row_bytes + 2 * angle.nbytes
+    return Work("copy_rotated_layers", call, num_bytes, 0)
+
+
+def _deviation_work(shape: Shape, pool: torch.Tensor, stored: torch.Tensor) -> Work:
+    count, device = shape.num_reused, stored.device
+    fresh = torch.randn(shape.num_tokens, *pool.shape[1:], device=device, dtype=shape.dtype)
+    rows, slots = torch.arange(count, device=device), stored[:count]
+    num_bytes = 2 * count * shape.kv_row_bytes + 4 * count
+    return Work("kv_deviation_at", lambda: kv_deviation_at(fresh, rows, pool, slots), num_bytes, 0)
+
+
+def _topk_work(shape: Shape, device: torch.device) -> Work:
+    count = shape.num_reused
+    scores = torch.rand(count, device=device)
+    return Work(
+        "segmented_topk",
+        lambda: segmented_topk(scores, [count], [shape.num_taken]),
+        (4 + 8) * count,
+        0,
+    )
+
+
+def _compaction_work(shape: Shape, device: torch.device) -> Work:
+    kept = shape.num_taken + shape.num_question
+    rows = torch.randperm(shape.num_tokens, device=device)[:kept].sort().values
+    hidden, residual = (
+        torch.randn(shape.num_tokens, shape.hidden, device=device, dtype=shape.dtype)
+        for _ in range(2)
+    )
+    positions = torch.arange(shape.num_tokens, device=device)
+    tensors = [hidden, residual, positions, positions.clone()]
+    num_bytes = 2 * kept * sum(tensor[0].nbytes for tensor in tensors) + rows.nbytes
+    return Work("compact_rows", lambda: compact_rows(rows, tensors), num_bytes, 0)
+
+
+def _attention_work(
+    shape: Shape, k_pool: torch.Tensor, v_pool: torch.Tensor, own: torch.Tensor
+) -> Work:
+    device = own.device
+    taken = torch.randperm(shape.num_reused, device=device)[: shape.num_taken]
+    question = torch.arange(shape.num_reused, shape.num_tokens, device=device)
+    positions = torch.cat([taken.sort().values, question])
+    num_rows = positions.numel()
+    q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device, dtype=shape.dtype)
+    kernel = ragged_kernel(device)
+    plan = kernel.plan(positions, [num_rows], [own], shape.dtype)
+    scale = shape.head_dim**-0.5
+    seen = int((positions + 1).sum())
+    return Work(
+        f"ragged_attention ({kernel.name})",
+        lambda: kernel.run(q, k_pool, v_pool, plan, scale=scale),
+        2 * q.nbytes + 2 * shape.num_tokens * shape.kv_row_bytes,
+        4 * shape.num_heads * shape.head_dim * seen,
+    )

@@ -1,0 +1,28 @@
+import json
+
+import pytest
+
+from sgl_blend.bench.kernel_speed import measure
+from support import DEVICE
+
+
+def test_every_kernel_is_timed_against_the_roof_of_its_device() -> None:
+    rows = measure(DEVICE.type, "tiny")
+
+    assert [row["kernel"].split()[0] for row in rows] == [
+        "copy_rotated_layers",
+        "kv_deviation_at",
+        "segmented_topk",
+        "compact_rows",
+        "ragged_attention",
+    ]
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["num_bytes"] > 0
+        assert row["share"] == pytest.approx(row["roof_ms"] / row["ms"])
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_an_unknown_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^shapes: expected some of tiny, .*, got 'huge'$"):
+        measure("cpu", "huge")
