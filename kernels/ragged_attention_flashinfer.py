@@ -168,11 +168,29 @@ def precompile(backend: Backend, heads: HeadLayout) -> Any:
     Raises:
         ModuleNotFoundError: FlashInfer is not installed.
     """
+    return _specification(backend, heads).build_and_load()
+
+
+def is_compiled(backend: Backend, heads: HeadLayout) -> bool:
+    """Tell whether a module can be loaded without minutes of compiling.
+
+    Raises:
+        ModuleNotFoundError: FlashInfer is not installed.
+    """
+    return bool(_specification(backend, heads).is_compiled)
+
+
+def best_backend(device: torch.device, heads: HeadLayout) -> Backend:
+    """Return fa3 where it runs: on Hopper, with KV of the queries' dtype."""
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return "fa3" if hopper and heads.kv_dtype == heads.dtype else "fa2"
+
+
+def _specification(backend: Backend, heads: HeadLayout) -> Any:
     attention = _flashinfer("flashinfer.jit.attention.modules")
-    specification = attention.gen_customize_batch_prefill_module(
+    return attention.gen_customize_batch_prefill_module(
         backend, *jit_args(backend, heads), use_logits_soft_cap=False
     )
-    return specification.build_and_load()
 
 
 def _flashinfer(name: str) -> Any:

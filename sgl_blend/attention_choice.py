@@ -1,7 +1,7 @@
 """Which kernel attends for scattered rows: what the operator asked for, or the fastest one here."""
 
 import logging
-from collections.abc import Callable
+import math
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from sgl_blend.ranks import Ranks
 from sgl_blend.timing import median_seconds
 
 logger = logging.getLogger(__name__)
+
+NAMES = ("triton", "flashinfer", "torch")
 
 _TRIAL_POSITIONS = 8192
 _TRIAL_STEP = 7
@@ -28,7 +30,8 @@ def choose_kernel(
     Args:
         wanted: Value of ``--blend-attention``. ``auto`` is torch without a CUDA device; with one it
             tries every kernel that starts there on a prompt of 8,192 tokens and takes the fastest;
-            all ranks take the first one's choice.
+            all ranks take the first one's choice. FlashInfer compiles for minutes the first time:
+            ``auto`` takes it only if that was done before, by ``flashinfer`` or ``precompile``.
         pools: The server's KV pools, unused so far.
         num_heads: Query heads of this rank.
         dtype: Of the queries.
@@ -37,39 +40,57 @@ def choose_kernel(
     Raises:
         UnsupportedError: The kernel that was asked for does not run here; the message says why.
     """
-    device = pools.k[0].device
     if wanted != "auto":
-        return _start(wanted, device)
-    if device.type != "cuda":
+        return _start(wanted, pools, num_heads, dtype, may_compile=True)
+    if not pools.k[0].is_cuda:
         return TorchRagged()
-    found: list[RaggedKernel] = []
-    for name in _KERNELS:
+    times: list[float] = []
+    found: list[RaggedKernel | None] = []
+    for name in NAMES:
+        kernel = None
         try:
-            found.append(_start(name, device))
+            kernel = _start(name, pools, num_heads, dtype, may_compile=False)
         except UnsupportedError as err:
             logger.info("sgl-blend: %s", err)
-    times = ranks.agree([_seconds(kernel, pools, num_heads, dtype) for kernel in found])
-    shown = ", ".join(f"{k.name} {1e3 * t:.3f} ms" for k, t in zip(found, times, strict=True))
+        found.append(kernel)
+        times.append(math.inf if kernel is None else _seconds(kernel, pools, num_heads, dtype))
+    agreed = ranks.agree(times)
+    shown = ", ".join(f"{n} {1e3 * t:.3f} ms" for n, t in zip(NAMES, agreed, strict=True))
     logger.info("sgl-blend: attention of scattered rows takes %s a layer", shown)
-    return found[times.index(min(times))]
+    chosen = found[agreed.index(min(agreed))]
+    if chosen is None:
+        raise UnsupportedError(f"enable_blend: only some ranks can use {NAMES}, first has {shown}")
+    return chosen
 
 
-def _start(name: str, device: torch.device) -> RaggedKernel:
-    if name != TorchRagged.name and device.type != "cuda":
+def _start(
+    name: str, pools: LayerPools, num_heads: int, dtype: torch.dtype, *, may_compile: bool
+) -> RaggedKernel:
+    if name == TorchRagged.name:
+        return TorchRagged()
+    if not pools.k[0].is_cuda:
         raise UnsupportedError(f"enable_blend: --blend-attention {name} needs a CUDA device")
-    return _KERNELS[name]()
+    if name == "triton":
+        from sgl_blend.kernels.ragged_attention_triton import TritonRagged
+
+        return TritonRagged()
+    return _start_flashinfer(pools, num_heads, dtype, may_compile=may_compile)
 
 
-def _start_triton() -> RaggedKernel:
-    from sgl_blend.kernels.ragged_attention_triton import TritonRagged
+def _start_flashinfer(
+    pools: LayerPools, num_heads: int, dtype: torch.dtype, *, may_compile: bool
+) -> RaggedKernel:
+    from sgl_blend.kernels import ragged_attention_flashinfer as flashinfer
 
-    return TritonRagged()
-
-
-_KERNELS: dict[str, Callable[[], RaggedKernel]] = {
-    "triton": _start_triton,
-    TorchRagged.name: TorchRagged,
-}
+    k = pools.k[0]
+    heads = flashinfer.HeadLayout(num_heads, k.shape[1], k.shape[2], dtype, k.dtype)
+    backend = flashinfer.best_backend(k.device, heads)
+    try:
+        if not may_compile and not flashinfer.is_compiled(backend, heads):
+            raise UnsupportedError(f"enable_blend: flashinfer {backend} is not compiled yet")
+        return flashinfer.FlashInferRagged(backend, heads, k.device)
+    except (ImportError, ValueError, RuntimeError) as err:
+        raise UnsupportedError(f"enable_blend: --blend-attention flashinfer: {err}") from err
 
 
 def _seconds(kernel: RaggedKernel, pools: LayerPools, num_heads: int, dtype: torch.dtype) -> float:
@@ -88,4 +109,4 @@ def _seconds(kernel: RaggedKernel, pools: LayerPools, num_heads: int, dtype: tor
         return median_seconds(attend, k.device, _REPEATS)
     except RuntimeError as err:
         logger.warning("sgl-blend: attention by %s fails on this machine: %s", kernel.name, err)
-        return float("inf")
+        return math.inf
