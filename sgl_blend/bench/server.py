@@ -14,11 +14,34 @@ from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 240.0
+from sgl_blend.errors import CommandError
+
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
+IDLE_TIMEOUT_S = 600.0
+
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--dtype", "float32", "--max-total-tokens", "73728", "--chunked-prefill-size", "4096"),
+    *("--max-running-requests", "8", "--sleep-on-idle"),
+)
+"""Where there is no CUDA; flags that come later in a command line win."""
+
+GPU_SHARE = 0.42
+"""Of a GPU's memory, for weights and KV of one server: two fit, with room for activations."""
+
+KEEP_MEMORY = (
+    "MALLOC_TRIM_THRESHOLD_=8589934592",
+    "MALLOC_MMAP_THRESHOLD_=8589934592",
+    "MALLOC_TOP_PAD_=268435456",
+)
+"""glibc never returns memory, and never takes it page by page from a fresh mapping.
+
+Without them page faults make two equal servers on a CPU differ by 10 % for as long as they live.
+"""
 
 
-class ServerError(Exception):
+class ServerError(CommandError):
     """A server did not start, or did not do what was asked of it."""
 
 
@@ -44,26 +67,55 @@ class Server:
         Raises:
             ServerError: The server does not blend.
         """
-        state = self.http.get("/server_info").raise_for_status().json()["internal_states"][0]
+        state = self.server_info()["internal_states"][0]
         if "sgl_blend" not in state:
             raise ServerError("the server reports no sgl_blend; is the plugin installed?")
         blend: dict[str, Any] = state["sgl_blend"]
         return blend
 
+    def server_info(self) -> dict[str, Any]:
+        """Return everything the server says about itself."""
+        told: dict[str, Any] = self.http.get("/server_info").raise_for_status().json()
+        return told
+
+    def wait_for_builds(self) -> None:
+        """Return when no chunk of an earlier request is waiting to be built or being built.
+
+        Raises:
+            ServerError: It takes too long.
+        """
+        started = time.monotonic()
+        while (pending := self.info()["chunks_pending"]) > 0:
+            if time.monotonic() - started > IDLE_TIMEOUT_S:
+                raise ServerError(f"{pending} chunks were not built in {IDLE_TIMEOUT_S:.0f} s")
+            time.sleep(0.3)
+
+    def flush(self) -> None:
+        """Forget all KV.
+
+        Raises:
+            ServerError: It is busy for too long.
+        """
+        started = time.monotonic()
+        while self.http.post("/flush_cache").status_code != httpx.codes.OK:
+            if time.monotonic() - started > IDLE_TIMEOUT_S:
+                raise ServerError(f"the server was not idle for {IDLE_TIMEOUT_S:.0f} s")
+            time.sleep(0.3)
+
 
 @contextmanager
 def running(
-    model: Path,
-    extra: list[str],
+    model: Path | str,
+    extra: Sequence[str],
     log: Path,
-    waiting: Callable[[float], None],
+    waiting: Callable[[float], None] = lambda seconds: None,
     environment: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Run a server on the CPU for the time of a with block.
+    """Run a server for the time of a with block, on the GPU if there is one, else on the CPU.
 
     Args:
-        model: Directory of model and tokenizer.
-        extra: Further flags.
+        model: Folder of the model, or its name.
+        extra: Further flags; they win over the ones that are set here.
         log: File for everything it prints.
         waiting: Called again and again with the seconds since the start.
         environment: Further NAME=VALUE settings of its processes.
@@ -72,17 +124,13 @@ def running(
         ServerError: It died or did not answer in time; the message shows the end of its log.
     """
     port = _free_port()
-    flags = [
-        "--host", "127.0.0.1", "--port", str(port),
-        "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
-        "--dtype", "float32", "--max-total-tokens", "73728", "--chunked-prefill-size", "4096",
-        "--max-running-requests", "8", "--sleep-on-idle",
-    ]  # fmt: skip
+    flags = ["--host", "127.0.0.1", "--port", str(port), *_device_flags(), *extra]
     launch = ["-m", "sglang.launch_server", "--model-path"]
-    env = ["env", "HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1", *environment]
+    offline = ["HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"] if Path(model).is_dir() else []
+    env = ["env", *offline, *environment]
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*env, sys.executable, *launch, str(model), *flags, *extra],
+            [*env, sys.executable, *launch, str(model), *flags],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -90,13 +138,24 @@ def running(
             start_new_session=True,  # a process group of its own, so that stopping hits no other
         )
     url = f"http://127.0.0.1:{port}"
-    command = " ".join([*env, "python", *launch, model.name, *flags, *extra])
+    command = " ".join([*env, "python", *launch, Path(model).name, *flags])
     try:
         with httpx.Client(base_url=url, trust_env=False, timeout=300.0) as http:
             _wait(process, http, log, waiting)
             yield Server(url, command, process.pid, http)
     finally:
         _stop(process)
+
+
+def _device_flags() -> Sequence[str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return CPU_FLAGS
+    free, total = torch.cuda.mem_get_info()
+    # SGLang's fraction is one of what is free when it starts.
+    fraction = min(0.9, GPU_SHARE * total / free)
+    return ("--mem-fraction-static", f"{fraction:.3f}", "--sleep-on-idle")
 
 
 def _free_port() -> int:
