@@ -52,20 +52,28 @@ class Library:
         self._system = self._tokens(system_tokens)
         self._documents = [self._tokens(chunk_tokens) for _ in range(num_documents)]
 
-    def _tokens(self, count: int) -> list[int]:
-        return self._draw.choices(self._vocabulary, k=count)
+    def _tokens(self, count: int, draw: random.Random | None = None) -> list[int]:
+        return (draw or self._draw).choices(self._vocabulary, k=count)
 
     def __len__(self) -> int:
         return len(self._documents)
 
-    def prompt(self, order: Sequence[int], question_tokens: int) -> Prompt:
-        """Return a prompt of the documents at these indices, with a question of its own."""
+    def prompt(
+        self, order: Sequence[int], question_tokens: int, draw: random.Random | None = None
+    ) -> Prompt:
+        """Return a prompt with a question of its own.
+
+        Args:
+            order: Indices of its documents.
+            question_tokens: Length of the question.
+            draw: Source of the question, by default the library's.
+        """
         token_ids, spans = list(self._system), list[int]()
         for index in order:
             document = self._documents[index]
             spans += [len(token_ids), len(token_ids) + len(document)]
             token_ids += document
-        return Prompt(token_ids + self._tokens(question_tokens), spans)
+        return Prompt(token_ids + self._tokens(question_tokens, draw), spans)
 
     def order(self, count: int, first: int | None = None) -> list[int]:
         """Draw documents without repeating one.

@@ -1,8 +1,11 @@
 """Models without weights: the published shape of a real one is all that speed depends on."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sgl_blend.errors import CommandError
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -93,3 +96,36 @@ def write_shape(name: str, folder: Path) -> Path:
     config = {**_COMMON, **SHAPES[name]}
     (model / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model the benchmarks need to know.
+
+    Attributes:
+        num_positions: Longest context.
+    """
+
+    num_layers: int
+    vocab_size: int
+    num_positions: int
+
+
+def read_shape(model: Path | str) -> Shape:
+    """Read a model's config.
+
+    Raises:
+        CommandError: There is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise CommandError(f"cannot read the model's config: {reason}") from None
+    return Shape(
+        num_layers=int(config.num_hidden_layers),
+        vocab_size=int(config.vocab_size),
+        num_positions=int(config.max_position_embeddings),
+    )
