@@ -267,6 +267,12 @@ def _server_settings(
     )
 
 
+def _tell(console: Console, line: str) -> None:
+    """Print a line where there is no bar."""
+    if not console.is_terminal:
+        console.print(line, highlight=False)
+
+
 def _check_fits(shape: Shape, num_tokens: int) -> None:
     if num_tokens > shape.num_positions:
         raise CommandError(
@@ -295,6 +301,7 @@ def run_ttft(args: argparse.Namespace) -> int:
     from sgl_blend.bench.ttft import TtftRow, measure_ttft
 
     settings = make_ttft_settings(args)
+    num_rows = len(settings.cases) * len(settings.ratios)
     console = Console(stderr=True)
     with _model_and_logs(args) as (model, logs):
         shape = read_shape(model)
@@ -302,7 +309,7 @@ def run_ttft(args: argparse.Namespace) -> int:
         server_settings = _server_settings(
             args,
             model,
-            num_tokens=max(case.ample_tokens(settings.repeats) for case in settings.cases),
+            num_tokens=max(case.ample_tokens for case in settings.cases),
             num_requests=2 * max(case.batch for case in settings.cases),
         )
         with (
@@ -320,6 +327,7 @@ def run_ttft(args: argparse.Namespace) -> int:
                 )
 
             def save(rows: list[TtftRow]) -> None:
+                _tell(console, f"{len(rows)} of {num_rows} rows")
                 if args.json is not None:
                     args.json.write_bytes(to_json(report_of(rows)))
 
@@ -424,6 +432,7 @@ def run_throughput(args: argparse.Namespace) -> int:
                 )
 
             def save(outcome: Outcome) -> None:
+                _tell(console, f"{len(outcome.points)} rates")
                 if args.json is not None:
                     args.json.write_bytes(to_json(report_of(outcome)))
 

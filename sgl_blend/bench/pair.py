@@ -42,7 +42,7 @@ class ServerSettings:
         if num_tokens is not None:
             load += ["--max-total-tokens", str(num_tokens)]
         return [
-            *("--skip-tokenizer-init", "--log-level", "warning", *load),
+            *("--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", *load),
             *self.flags,
         ]
 

@@ -23,6 +23,8 @@ def draw_ttft(report: TtftReport, path: Path) -> None:
         chosen = [row for row in rows if _panel_of(row) == (chunk_tokens, batch)]
         _draw_panel(panel, chosen)
         panel.set_title(f"chunks of about {chunk_tokens}, batch {batch}", fontsize="medium")
+    for panel in axes[len(panels) :]:
+        panel.set_axis_off()
     figure.suptitle(f"{report.circumstances.model}: TTFT of stock over blended; dashed: ceiling")
     figure.savefig(path, dpi=150)
 
@@ -51,7 +53,7 @@ def _draw_panel(panel: Any, rows: Sequence[TtftRow]) -> None:
             label=f"ratio {ratio:g}",
         )
         ceilings = [found.ceiling for _, found in line]
-        panel.plot(lengths, ceilings, color=f"C{number}", linestyle="--")
+        panel.plot(lengths, ceilings, color=f"C{number}", linestyle="--", marker="_")
     panel.axhline(1.0, color="black", linewidth=0.8)
     _label(panel, "prompt tokens", "speed-up")
     panel.legend(fontsize="small")

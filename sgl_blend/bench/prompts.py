@@ -50,10 +50,18 @@ class Library:
         self._draw = draw
         self._vocabulary = range(vocab_size // 10, vocab_size * 9 // 10)
         self._system = self._tokens(system_tokens)
-        self._documents = [self._tokens(chunk_tokens) for _ in range(num_documents)]
+        self._chunk_tokens = chunk_tokens
+        self._documents = self._new_documents(num_documents)
 
     def _tokens(self, count: int, draw: random.Random | None = None) -> list[int]:
         return (draw or self._draw).choices(self._vocabulary, k=count)
+
+    def _new_documents(self, count: int) -> list[list[int]]:
+        return [self._tokens(self._chunk_tokens) for _ in range(count)]
+
+    def renew(self) -> None:
+        """Replace every document by a new one; the system prompt stays."""
+        self._documents = self._new_documents(len(self))
 
     def __len__(self) -> int:
         return len(self._documents)
@@ -75,15 +83,8 @@ class Library:
             token_ids += document
         return Prompt(token_ids + self._tokens(question_tokens, draw), spans)
 
-    def order(self, count: int, first: int | None = None) -> list[int]:
-        """Draw documents without repeating one.
-
-        Args:
-            count: How many.
-            first: The one to begin with; any if None.
-        """
-        if first is None:
-            return self._draw.sample(range(len(self)), count)
+    def order(self, count: int, first: int) -> list[int]:
+        """Draw so many documents without repeating one, beginning with the first."""
         others = [index for index in range(len(self)) if index != first]
         return [first, *self._draw.sample(others, count - 1)]
 

@@ -184,10 +184,10 @@ def _load_cells(load: Load | None) -> list[str]:
 
 def summary(outcome: Outcome) -> str:
     """Return the knees and the gain in a sentence."""
-    knees = ", ".join(f"{name} {_rate(outcome.knees[name])}" for name in NAMES)
+    knees = ", ".join(f"{name} {_knee(outcome, name)}" for name in NAMES)
     idle = ", ".join(f"{name} {_seconds(outcome.idle_ttft_s[name])}" for name in NAMES)
     crossings = ", ".join(f"{name} {_rate(outcome.rates_at_bound[name])}" for name in NAMES)
-    gain = "not known: a server did not cross it" if outcome.gain is None else f"{outcome.gain:.2f}"
+    gain = "not known" if outcome.gain is None else f"{outcome.gain:.2f}"
     return (
         f"Idle TTFT: {idle}. Knee: {knees}. Rate at a TTFT p50 of {_seconds(outcome.bound_s)}: "
         f"{crossings}; gain in throughput at equal TTFT {gain}."
@@ -197,14 +197,22 @@ def summary(outcome: Outcome) -> str:
 def warnings(outcome: Outcome) -> list[str]:
     """Return one sentence for every rate at which requests were not blended."""
     return [
-        f"{point.rate:.3g} requests/s: {load.not_blended} of {load.requests} requests were not blended"
+        f"{point.rate:.3g} requests/s: {count} of {load.requests} requests were not blended: {reason}"
         for point in outcome.points
-        if (load := point.blend) is not None and load.not_blended
+        if (load := point.blend) is not None
+        for reason, count in load.fallbacks.items()
     ]
 
 
+def _knee(outcome: Outcome, name: str) -> str:
+    knee = outcome.knees[name]
+    if knee is None:
+        return "below every rate tried"
+    return f"{knee:.3g}/s" if outcome.rates_at_bound[name] else f"at least {knee:.3g}/s"
+
+
 def _rate(value: float | None) -> str:
-    return "none" if value is None else f"{value:.3g}/s"
+    return "not found" if value is None else f"{value:.3g}/s"
 
 
 def _seconds(value: float) -> str:

@@ -90,18 +90,6 @@ class Server:
                 raise ServerError(f"{pending} chunks were not built in {IDLE_TIMEOUT_S:.0f} s")
             time.sleep(0.3)
 
-    def flush(self) -> None:
-        """Forget all KV.
-
-        Raises:
-            ServerError: It is busy for too long.
-        """
-        started = time.monotonic()
-        while self.http.post("/flush_cache").status_code != httpx.codes.OK:
-            if time.monotonic() - started > IDLE_TIMEOUT_S:
-                raise ServerError(f"the server was not idle for {IDLE_TIMEOUT_S:.0f} s")
-            time.sleep(0.3)
-
 
 @contextmanager
 def running(

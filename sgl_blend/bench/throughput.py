@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -95,7 +96,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         completed_rate: Requests per second, until the last one of a block is answered.
         reused_share: Of the prompt tokens, those whose chunk KV was taken as it was.
-        not_blended: Requests that were served in full; 0 on stock.
+        fallbacks: Requests that were not blended, by the reason that the server gives.
     """
 
     requests: int
@@ -104,7 +105,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90_s: float
     completed_rate: float
     reused_share: float
-    not_blended: int
+    fallbacks: dict[str, int]
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
@@ -390,5 +391,5 @@ def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int) -> Load:
         ttft_p90_s=float(np.quantile(times, 0.9)),
         completed_rate=len(replies) / sum(seconds for _, seconds in blocks),
         reused_share=reused_tokens / prompt_tokens if prompt_tokens else 0.0,
-        not_blended=sum(report["fallback"] is not None for report in reports),
+        fallbacks=dict(Counter(filter(None, (report["fallback"] for report in reports)))),
     )

@@ -1,7 +1,8 @@
 """Time to first token of prompts whose chunks are stored, blended and from stock SGLang.
 
-Both servers hold the system prompt as an exact prefix. The blending one holds every chunk as well; no
-two requests of a case begin with the same chunk, so the stock one finds nothing else.
+Both servers hold the system prompt as an exact prefix. The blending one holds every chunk as well. Each
+repeat has documents of its own, and no two of its requests begin with the same one, so the stock server
+finds nothing else. Within a repeat every way of serving gets the same prompts, in changing turns.
 """
 
 from __future__ import annotations
@@ -65,18 +66,21 @@ class Case:
         """Length of a prompt."""
         return self.system_tokens + self.num_chunks * self.chunk_tokens + self.question_tokens
 
-    def num_documents(self, repeats: int) -> int:
-        """Return how many chunks are needed for every prompt to begin with one of its own."""
-        return max(self.num_chunks, (repeats + 1) * self.batch)
+    @property
+    def num_documents(self) -> int:
+        """How many chunks are needed for the prompts of a batch to begin with different ones."""
+        return max(self.num_chunks, self.batch)
 
-    def least_tokens(self, repeats: int) -> int:
-        """Return how many tokens of KV a server must hold at least."""
-        stored = self.system_tokens + self.num_documents(repeats) * self.chunk_tokens
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of KV that a server must hold at least: all documents and a batch."""
+        stored = self.system_tokens + self.num_documents * self.chunk_tokens
         return stored + self.batch * (self.prompt_tokens + 1)
 
-    def ample_tokens(self, repeats: int) -> int:
-        """Return how many tokens let earlier requests stay for a while."""
-        return self.least_tokens(repeats) + 2 * self.batch * self.prompt_tokens
+    @property
+    def ample_tokens(self) -> int:
+        """Tokens of KV with which no document is evicted while it is needed."""
+        return self.least_tokens + 3 * self.batch * self.prompt_tokens
 
 
 def make_case(
@@ -271,7 +275,7 @@ class _CaseBench:
             vocab_size,
             system_tokens=case.system_tokens,
             chunk_tokens=case.chunk_tokens,
-            num_documents=case.num_documents(settings.repeats),
+            num_documents=case.num_documents,
         )
         self._found: dict[float | None, list[list[Reply]]] = {
             way: [] for way in (None, *settings.ratios)
@@ -281,14 +285,14 @@ class _CaseBench:
     async def run(self, num_layers: int, watch: Watch) -> list[TtftRow]:
         settings = self._settings
         ways: list[float | None] = [None, *settings.ratios]
-        needed = self._case.least_tokens(settings.repeats)
+        needed = self._case.least_tokens
         if needed > self._pair.num_tokens:
             error = f"needs KV of {needed} tokens, the servers hold {self._pair.num_tokens}"
             watch(self._case.name, (settings.repeats + 1) * len(ways))
             return [self._row(ratio, error=error) for ratio in settings.ratios]
-        await self._introduce()
         for repeat in range(settings.repeats + 1):
-            prompts = self._prompts(repeat)
+            await self._introduce()
+            prompts = self._prompts()
             for way in ways[repeat % len(ways) :] + ways[: repeat % len(ways)]:
                 replies = await self._send(prompts, way)
                 watch(self._describe(), 1)
@@ -300,23 +304,18 @@ class _CaseBench:
         return f"{self._case.name}, chunks of {self._case.chunk_tokens}, batch {self._case.batch}"
 
     async def _introduce(self) -> None:
-        """Let the blending server build every document, from nothing."""
-        for server in (self._pair.stock, self._pair.blend):
-            server.flush()
-        for prompt in self._library.introductions(
-            self._case.num_chunks, self._case.question_tokens
-        ):
+        """Let the blending server build new documents."""
+        case = self._case
+        self._library.renew()
+        for prompt in self._library.introductions(case.num_chunks, case.question_tokens):
             await ask_together(self._blend, [to_body(prompt, _INTRODUCING, 1)])
         self._pair.blend.wait_for_builds()
 
-    def _prompts(self, repeat: int) -> list[Prompt]:
+    def _prompts(self) -> list[Prompt]:
         case = self._case
         return [
-            self._library.prompt(
-                self._library.order(case.num_chunks, first=repeat * case.batch + number),
-                case.question_tokens,
-            )
-            for number in range(case.batch)
+            self._library.prompt(self._library.order(case.num_chunks, first), case.question_tokens)
+            for first in range(case.batch)
         ]
 
     async def _send(self, prompts: list[Prompt], ratio: float | None) -> list[Reply]:
