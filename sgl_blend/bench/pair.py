@@ -1,11 +1,11 @@
 """A blending and a stock server at the same time, asleep while the other works."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgl_blend.bench.server import KEEP_MEMORY, Server, running
+from sgl_blend.bench.server import KEEP_MEMORY, Server, launched
 
 NAMES = ("stock", "blend")
 
@@ -69,7 +69,7 @@ class Pair:
 def both(settings: ServerSettings, logs: Path) -> Iterator[Pair]:
     """Run both servers for the time of a with block.
 
-    One starts after the other: on a GPU each takes its share of what it finds free, and the second
+    On a GPU one starts after the other: each takes its share of what it finds free, and the second
     one's KV pool is made as large as the first one's.
 
     Args:
@@ -83,19 +83,21 @@ def both(settings: ServerSettings, logs: Path) -> Iterator[Pair]:
 
     on_gpu = torch.cuda.is_available()
     size = [] if on_gpu else ["--max-running-requests", str(settings.num_requests)]
-    environment = () if on_gpu else KEEP_MEMORY
+    memory = () if on_gpu else KEEP_MEMORY
     num_tokens = None if on_gpu else settings.num_tokens
-    with running(
-        settings.model,
-        [*size, *settings.common_flags(num_tokens)],
-        logs / "stock.log",
-        environment=(*environment, *_STOCK),
-    ) as stock:
-        found = int(stock.server_info()["max_total_num_tokens"])
-        with running(
-            settings.model,
-            [*size, *settings.common_flags(found), *BLEND_FLAGS, *settings.blend_flags],
-            logs / "blend.log",
-            environment=environment,
-        ) as blend:
-            yield Pair(stock, blend, int(blend.server_info()["max_total_num_tokens"]))
+    with ExitStack() as stack:
+        flags = [*size, *settings.common_flags(num_tokens)]
+        stock = stack.enter_context(
+            launched(settings.model, flags, logs / "stock.log", (*memory, *_STOCK))
+        )
+        if on_gpu:
+            num_tokens = _count_tokens(stock.wait())
+        flags = [*size, *settings.common_flags(num_tokens), *BLEND_FLAGS, *settings.blend_flags]
+        blend = stack.enter_context(launched(settings.model, flags, logs / "blend.log", memory))
+        servers = stock.wait(), blend.wait()
+        yield Pair(*servers, num_tokens=min(map(_count_tokens, servers)))
+
+
+def _count_tokens(server: Server) -> int:
+    """Return how many tokens of KV a server can hold."""
+    return int(server.server_info()["max_total_num_tokens"])

@@ -91,25 +91,62 @@ class Server:
             time.sleep(0.3)
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A server that was launched and may not answer yet.
+
+    Attributes:
+        server: Usable once it answers.
+        process: Its first process.
+        log: File for everything it prints.
+    """
+
+    server: Server
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self, waiting: Callable[[float], None] = lambda seconds: None) -> Server:
+        """Return the server when it answers.
+
+        Args:
+            waiting: Called again and again with the seconds since it is waited for.
+
+        Raises:
+            ServerError: It died or did not answer in time; the message shows the end of its log.
+        """
+        started = time.monotonic()
+        while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
+            if self.process.poll() is not None:
+                raise ServerError(
+                    f"the server ended with {self.process.returncode}:\n{self._tail()}"
+                )
+            if self._is_healthy():
+                return self.server
+            waiting(elapsed)
+            time.sleep(0.25)
+        raise ServerError(f"the server did not answer in {START_TIMEOUT_S:.0f} s:\n{self._tail()}")
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self.server.http.get("/health", timeout=5.0).status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _tail(self, num_lines: int = 15) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
 @contextmanager
-def running(
-    model: Path | str,
-    extra: Sequence[str],
-    log: Path,
-    waiting: Callable[[float], None] = lambda seconds: None,
-    environment: Sequence[str] = (),
-) -> Iterator[Server]:
-    """Run a server for the time of a with block, on the GPU if there is one, else on the CPU.
+def launched(
+    model: Path | str, extra: Sequence[str], log: Path, environment: Sequence[str] = ()
+) -> Iterator[Launch]:
+    """Launch a server for the time of a with block, without waiting until it answers.
 
     Args:
         model: Folder of the model, or its name.
         extra: Further flags; they win over the ones that are set here.
         log: File for everything it prints.
-        waiting: Called again and again with the seconds since the start.
         environment: Further NAME=VALUE settings of its processes.
-
-    Raises:
-        ServerError: It died or did not answer in time; the message shows the end of its log.
     """
     port = _free_port()
     flags = ["--host", "127.0.0.1", "--port", str(port), *_device_flags(), *extra]
@@ -129,10 +166,28 @@ def running(
     command = " ".join([*env, "python", *launch, Path(model).name, *flags])
     try:
         with httpx.Client(base_url=url, trust_env=False, timeout=300.0) as http:
-            _wait(process, http, log, waiting)
-            yield Server(url, command, process.pid, http)
+            yield Launch(Server(url, command, process.pid, http), process, log)
     finally:
         _stop(process)
+
+
+@contextmanager
+def running(
+    model: Path | str,
+    extra: Sequence[str],
+    log: Path,
+    waiting: Callable[[float], None] = lambda seconds: None,
+    environment: Sequence[str] = (),
+) -> Iterator[Server]:
+    """Run a server for the time of a with block, on the GPU if there is one, else on the CPU.
+
+    Arguments as launched's and Launch.wait's.
+
+    Raises:
+        ServerError: It died or did not answer in time; the message shows the end of its log.
+    """
+    with launched(model, extra, log, environment) as launch:
+        yield launch.wait(waiting)
 
 
 def _device_flags() -> Sequence[str]:
@@ -151,34 +206,6 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _wait(
-    process: subprocess.Popen[bytes],
-    http: httpx.Client,
-    log: Path,
-    waiting: Callable[[float], None],
-) -> None:
-    started = time.monotonic()
-    while (elapsed := time.monotonic() - started) < START_TIMEOUT_S:
-        if process.poll() is not None:
-            raise ServerError(f"the server ended with {process.returncode}:\n{_tail(log)}")
-        if _is_healthy(http):
-            return
-        waiting(elapsed)
-        time.sleep(0.25)
-    raise ServerError(f"the server did not answer in {START_TIMEOUT_S:.0f} s:\n{_tail(log)}")
-
-
-def _is_healthy(http: httpx.Client) -> bool:
-    try:
-        return http.get("/health", timeout=5.0).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
-
-
-def _tail(log: Path, num_lines: int = 15) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
