@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from sgl_blend.bench.cases import PAPER, make_cases
+from sgl_blend.bench.shapes import SHAPES, Shape, read_shape, write_shape
 from sgl_blend.config import BlendConfig, check_policy, check_ratio
 from sgl_blend.errors import CommandError
 from sgl_blend.evaluation.arguments import (
@@ -27,12 +29,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sgl_blend.bench.pair import Pair, ServerSettings
-    from sgl_blend.bench.shapes import Shape
     from sgl_blend.bench.throughput import ThroughputSettings
     from sgl_blend.bench.ttft import TtftSettings
-
-_SHAPES = ("llama-3.1-8b", "mistral-7b", "qwen3-8b", "tiny")
-_PAPER = "paper"
 
 _Result = TypeVar("_Result")
 
@@ -63,7 +61,7 @@ def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser.add_argument(
         "--lengths",
         type=list_of(_length),
-        default=[_PAPER, 3000, 8000, 16000, 32000],
+        default=[PAPER, 3000, 8000, 16000, 32000],
         help="comma-separated prompt lengths in tokens (8k is 8000); paper is 6 x 512 + question",
     )
     parser.add_argument(
@@ -126,7 +124,7 @@ def _add_throughput(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _add_server_flags(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--shape", choices=_SHAPES, help="of a model without weights")
+    model.add_argument("--shape", choices=tuple(SHAPES), help="of a model without weights")
     model.add_argument("--model-path", help="folder or name of a real model")
     parser.add_argument(
         "--server-arg",
@@ -162,7 +160,7 @@ def _add_common_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _length(text: str) -> int | str:
-    if text == _PAPER:
+    if text == PAPER:
         return text
     return int(text[:-1]) * 1000 if text.endswith("k") else int(text)
 
@@ -221,8 +219,6 @@ def check_positive(flag: str, value: float) -> None:
 @contextmanager
 def _model_and_logs(args: argparse.Namespace) -> Iterator[tuple[Path | str, Path]]:
     """Yield the model to serve and the folder for logs."""
-    from sgl_blend.bench.shapes import write_shape
-
     with tempfile.TemporaryDirectory(prefix="sgl-blend-bench-") as temporary:
         folder = Path(temporary) if args.work_folder is None else args.work_folder.absolute()
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,7 +293,6 @@ def run_ttft(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sgl_blend.bench.report import TtftReport, describe, errors, make_ttft_table, to_json
-    from sgl_blend.bench.shapes import read_shape
     from sgl_blend.bench.ttft import TtftRow, measure_ttft
 
     settings = make_ttft_settings(args)
@@ -353,7 +348,7 @@ def make_ttft_settings(args: argparse.Namespace) -> TtftSettings:
     Raises:
         BlendError: A value is out of range.
     """
-    from sgl_blend.bench.ttft import TtftSettings, make_cases
+    from sgl_blend.bench.ttft import TtftSettings
 
     check_least("--repeats", args.repeats, 1)
     for ratio in args.ratios:
@@ -402,7 +397,6 @@ def run_throughput(args: argparse.Namespace) -> int:
         to_json,
         warnings,
     )
-    from sgl_blend.bench.shapes import read_shape
     from sgl_blend.bench.throughput import Outcome, ThroughputBench
 
     settings = make_throughput_settings(args)
