@@ -22,7 +22,7 @@ ifeq ($(GPU),yes)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1"
-	$(PY) -m pip install -e ".[sglang,eval]" --group test --group lint --group demo
+	$(PY) -m pip install -e ".[sglang,eval,bench]" --group test --group lint --group demo
 	touch $@
 else
 $(READY): requirements/cpu.lock tools/torchvision_cpu_shim.py pyproject.toml

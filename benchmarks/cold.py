@@ -37,14 +37,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
 from material import Material, Recipe, prepare  # noqa: E402
-from servers import Server, running  # noqa: E402
 
-KEEP_MEMORY = (
-    "MALLOC_TRIM_THRESHOLD_=8589934592",
-    "MALLOC_MMAP_THRESHOLD_=8589934592",
-    "MALLOC_TOP_PAD_=268435456",
-)
-"""glibc never returns memory, and never takes it page by page from a fresh mapping."""
+from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +84,6 @@ def measure(server: Server, token_ids: list[int], spans: list[int] | None) -> tu
     raise RuntimeError("the server sent no token")
 
 
-def wait_for_builds(server: Server) -> None:
-    """Return when no chunk of an earlier request is waiting to be built or being built."""
-    while server.info()["chunks_pending"] > 0:
-        time.sleep(0.3)
-
-
 def new_prompt(draw: random.Random, material: Material) -> tuple[list[int], list[int]]:
     """Return a prompt of about 2,000 random tokens and the spans of its six chunks."""
     ids = [draw.randrange(100, material.vocab_size) for _ in range(90)]
@@ -121,7 +109,7 @@ def compare(
             stock_s, stock_faults = measure(stock, ids, None)
         blend_s, blend_faults = measure(blend, ids, marked)
         if wait:
-            wait_for_builds(blend)  # they would slow the stock server down, on the same cores
+            blend.wait_for_builds()  # they would slow the stock server down, on the same cores
         if number % 2:
             stock_s, stock_faults = measure(stock, ids, None)
         if number >= 2:  # the first two warm both servers up
@@ -158,9 +146,8 @@ def both(
     model: Path, flags: list[str], logs: Path, environment: Sequence[str], *, stock_first: bool
 ) -> Iterator[tuple[Server, Server]]:
     """Run a stock server and one with flags, and yield them in this order."""
-    quiet = lambda seconds: None  # noqa: E731
-    stock = running(model, [], logs / "cold-stock.log", quiet, environment)
-    other = running(model, flags, logs / "cold-blend.log", quiet, environment)
+    stock = running(model, [], logs / "cold-stock.log", environment=environment)
+    other = running(model, flags, logs / "cold-blend.log", environment=environment)
     order = [stock, other] if stock_first else [other, stock]
     with order[0] as first, order[1] as second:
         yield (first, second) if stock_first else (second, first)

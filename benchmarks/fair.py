@@ -29,9 +29,9 @@ import httpx
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
-from cold import KEEP_MEMORY  # noqa: E402
 from material import Material, Recipe, prepare  # noqa: E402
-from servers import Server, running  # noqa: E402
+
+from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
 
 DOCUMENTS, CHUNKS, CHUNK_TOKENS, SYSTEM_TOKENS, QUESTION_TOKENS = 12, 3, 200, 60, 40
 BOUND = 1.02
@@ -104,14 +104,14 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "fair.json")
     args = parser.parse_args()
     material = prepare(ROOT / "build" / "demo", Recipe(), print)
-    logs, quiet = ROOT / "build", lambda seconds: None
+    logs = ROOT / "build"
     found: dict[str, dict[bool, list[float]]] = {
         name: {False: [], True: []} for name in ("stock", "blend")
     }
     with (
-        running(material.model, [], logs / "fair-stock.log", quiet, KEEP_MEMORY) as stock,
+        running(material.model, [], logs / "fair-stock.log", environment=KEEP_MEMORY) as stock,
         running(
-            material.model, ["--enable-blend"], logs / "fair-blend.log", quiet, KEEP_MEMORY
+            material.model, ["--enable-blend"], logs / "fair-blend.log", environment=KEEP_MEMORY
         ) as blend,
     ):
         servers = {"stock": stock, "blend": blend}

@@ -30,9 +30,10 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
-from cold import KEEP_MEMORY, measure  # noqa: E402
+from cold import measure  # noqa: E402
 from material import Material, Recipe, prepare  # noqa: E402
-from servers import Server, running  # noqa: E402
+
+from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
 
 WITHOUT = ("SGLANG_PLUGINS=sgl_blend_cpu",)
 PROMPT_TOKENS = 700
@@ -108,7 +109,7 @@ def main() -> int:
             names = {"without": (*KEEP_MEMORY, *WITHOUT), "with": KEEP_MEMORY}
             for name in list(names) if number % 2 == 0 else list(names)[::-1]:
                 server = running(
-                    material.model, [], logs / f"off-{name}.log", lambda seconds: None, names[name]
+                    material.model, [], logs / f"off-{name}.log", environment=names[name]
                 )
                 started[name] = stack.enter_context(server)
             for kind in KINDS:

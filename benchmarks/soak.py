@@ -42,10 +42,11 @@ from typing import Any
 import httpx
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples" / name) for name in ("demo", "tinyrag")]
+sys.path.insert(0, str(ROOT / "examples" / "tinyrag"))
 
-from servers import Server, running  # noqa: E402
 from world import make_held_out  # noqa: E402
+
+from sgl_blend.bench.server import Server, running  # noqa: E402
 
 MODEL = ROOT / "examples" / "tinyrag" / "model"
 TENANTS = ("red", "green", "blue")
@@ -423,8 +424,8 @@ def main() -> int:
     tally = Tally()
     one_thread = ("OMP_NUM_THREADS=1",)  # the model is so small that a second one only waits
     with (
-        running(MODEL, BLEND_FLAGS, logs / "soak-blend.log", _silent, one_thread) as blend,
-        running(MODEL, STOCK_FLAGS, logs / "soak-stock.log", _silent, one_thread) as stock,
+        running(MODEL, BLEND_FLAGS, logs / "soak-blend.log", environment=one_thread) as blend,
+        running(MODEL, STOCK_FLAGS, logs / "soak-stock.log", environment=one_thread) as stock,
     ):
         start = time.monotonic()
         try:
@@ -451,10 +452,6 @@ def main() -> int:
         f"{len(tally.violations)} violations"
     )
     return 1 if tally.violations else 0
-
-
-def _silent(elapsed_s: float) -> None:
-    """Nobody watches the start."""
 
 
 if __name__ == "__main__":

@@ -4,11 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from sgl_blend.bench.bench_command import add_bench
 from sgl_blend.errors import BlendError
 from sgl_blend.evaluation.eval_command import add_eval
 from sgl_blend.evaluation.verify_command import add_verify
 
-COMMANDS = (add_eval, add_verify)
+COMMANDS = (add_eval, add_verify, add_bench)
 """Each adds a subparser whose default ``run`` takes the parsed namespace and returns the status."""
 
 

@@ -5,14 +5,18 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ("kernels", "core", "radix_ext", "scheduler", "plugin", "evaluation", "cli", "__main__")
-COMMANDS = ("evaluation", "cli", "__main__")
+LAYERS = (
+    *("kernels", "core", "radix_ext", "scheduler", "plugin"),
+    *("evaluation", "bench", "cli", "__main__"),
+)
+COMMANDS = ("evaluation", "bench", "cli", "__main__")
 """What nothing that serves may need."""
 
 
 def _find_modules() -> dict[str, Path]:
     found = {}
-    for top in ("sgl_blend", "sgl_blend/evaluation", "radix_ext", "scheduler", "kernels"):
+    packages = ("sgl_blend", "sgl_blend/evaluation", "sgl_blend/bench")
+    for top in (*packages, "radix_ext", "scheduler", "kernels"):
         prefix = "sgl_blend" if top == "sgl_blend" else f"sgl_blend.{Path(top).name}"
         for path in sorted((ROOT / top).glob("*.py")):
             found[prefix if path.stem == "__init__" else f"{prefix}.{path.stem}"] = path

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 def main(wheel: str) -> int:
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {top: top for top in ("sgl_blend", "sgl_blend/evaluation")} | {
+    sources = {top: top for top in ("sgl_blend", "sgl_blend/evaluation", "sgl_blend/bench")} | {
         top: f"sgl_blend/{top}" for top in ("radix_ext", "scheduler", "kernels")
     }
     missing = [

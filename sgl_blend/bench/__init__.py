@@ -1,1 +1,1 @@
-"""Speed measurements that users can repeat on their own hardware."""
+"""How fast: a blending server beside stock SGLang, in time to first token and in throughput."""

@@ -69,8 +69,13 @@ def check_limit(limit: int | None) -> None:
         raise CommandError(f"--limit must be at least 1, got {limit}")
 
 
-def check_packages(command: str, names: Sequence[str]) -> None:
-    """Refuse to go on without the packages of the extra.
+def check_packages(command: str, names: Sequence[str], extra: str = "eval") -> None:
+    """Refuse to go on without packages.
+
+    Args:
+        command: Who needs them.
+        names: Of the modules.
+        extra: Of sgl-blend that brings them.
 
     Raises:
         CommandError: One is missing.
@@ -79,7 +84,7 @@ def check_packages(command: str, names: Sequence[str]) -> None:
     if missing:
         raise CommandError(
             f"sgl-blend {command} needs {', '.join(missing)}; install them with "
-            "`pip install 'sgl-blend[eval,sglang]'`"
+            f"`pip install 'sgl-blend[{extra},sglang]'`"
         )
 
 

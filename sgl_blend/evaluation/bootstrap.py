@@ -1,6 +1,7 @@
-"""How sure a mean is: percentile bootstrap intervals."""
+"""How sure a mean or median is: percentile bootstrap intervals."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -20,12 +21,23 @@ def mean_interval(values: Sequence[float], seed: int) -> Interval:
         values: One figure per item, at least one.
         seed: The same seed and values give the same interval.
     """
+    return _interval(values, np.mean, seed)
+
+
+def median_interval(values: Sequence[float], seed: int) -> Interval:
+    """Return the bootstrap interval of a median; arguments as mean_interval's."""
+    return _interval(values, np.median, seed)
+
+
+def _interval(
+    values: Sequence[float], statistic: Callable[[np.ndarray], np.floating[Any]], seed: int
+) -> Interval:
     sample = np.asarray(values, dtype=np.float64)
     generator = np.random.default_rng(seed)
-    means = [
-        sample[generator.integers(len(sample), size=len(sample))].mean()
+    found = [
+        statistic(sample[generator.integers(len(sample), size=len(sample))])
         for _ in range(NUM_RESAMPLES)
     ]
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
+    low, high = np.quantile(found, [tail, 1 - tail])
     return float(low), float(high)

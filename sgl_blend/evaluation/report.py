@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,10 @@ from sgl_blend.evaluation.scores import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+PACKAGES = ("sgl-blend", "sglang", "torch", "transformers", "rouge-score")
+"""Whose versions decide the figures."""
 
 
 class DataFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +57,7 @@ def make_report(model_path: str, rows: list[Row]) -> Report:
         rows=rows,
         command=None,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=_versions(),
+        versions=find_versions(PACKAGES),
         machine=describe_machine(),
         data=None,
     )
@@ -82,9 +87,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _versions() -> dict[str, str]:
+def find_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
     found = {"python": platform.python_version()}
-    for name in ("sgl-blend", "sglang", "torch", "transformers", "rouge-score"):
+    for name in packages:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
