@@ -1,5 +1,7 @@
 """``sgl-blend bench``: time to first token and throughput beside stock SGLang."""
 
+from __future__ import annotations
+
 import argparse
 
 from sgl_blend.bench.throughput_command import add_throughput
