@@ -1,9 +1,11 @@
-"""``sgl-blend bench``: time to first token and throughput beside stock SGLang."""
+"""``sgl-blend bench``: how fast, beside stock SGLang and beside the device's roof."""
 
 from __future__ import annotations
 
 import argparse
 
+from sgl_blend.bench.kernels_command import add_kernels
+from sgl_blend.bench.profile_command import add_profile
 from sgl_blend.bench.throughput_command import add_throughput
 from sgl_blend.bench.ttft_command import add_ttft
 
@@ -12,10 +14,12 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     """Add the ``bench`` commands."""
     parser = commands.add_parser(
         "bench",
-        help="measure time to first token and throughput beside stock SGLang",
-        description="Start a blending and a stock server, send both the same requests in turns, and "
-        "compare.",
+        help="measure time to first token, throughput and kernels",
+        description="ttft and throughput start a blending and a stock server, send both the same "
+        "requests in turns, and compare; profile looks into the blending one; kernels needs no server.",
     )
     kinds = parser.add_subparsers(metavar="WHAT", required=True)
     add_ttft(kinds)
     add_throughput(kinds)
+    add_profile(kinds)
+    add_kernels(kinds)

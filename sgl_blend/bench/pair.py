@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from sgl_blend.bench.server import KEEP_MEMORY, Server, launched
 
 NAMES = ("stock", "blend")
@@ -37,12 +39,22 @@ class ServerSettings:
     num_requests: int
 
     def common_flags(self, num_tokens: int | None) -> list[str]:
-        """Return the flags of both servers, for a KV pool of so many tokens or what fits."""
+        """Return the flags of both servers.
+
+        Args:
+            num_tokens: Size of the KV pool; None for what fits a GPU, or on a CPU what is asked for.
+        """
+        size = []
+        if not torch.cuda.is_available():
+            num_tokens = num_tokens or self.num_tokens
+            size = ["--max-running-requests", str(self.num_requests)]
         load = ["--load-format", "dummy"] if self.dummy else []
         if num_tokens is not None:
             load += ["--max-total-tokens", str(num_tokens)]
         return [
-            *("--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning", *load),
+            *("--skip-tokenizer-init", "--skip-server-warmup", "--log-level", "warning"),
+            *size,
+            *load,
             *self.flags,
         ]
 
@@ -79,20 +91,17 @@ def both(settings: ServerSettings, logs: Path) -> Iterator[Pair]:
     Raises:
         ServerError: One did not start.
     """
-    import torch
-
     on_gpu = torch.cuda.is_available()
-    size = [] if on_gpu else ["--max-running-requests", str(settings.num_requests)]
     memory = () if on_gpu else KEEP_MEMORY
-    num_tokens = None if on_gpu else settings.num_tokens
+    num_tokens = None
     with ExitStack() as stack:
-        flags = [*size, *settings.common_flags(num_tokens)]
+        flags = settings.common_flags(num_tokens)
         stock = stack.enter_context(
             launched(settings.model, flags, logs / "stock.log", (*memory, *_STOCK))
         )
         if on_gpu:
             num_tokens = _count_tokens(stock.wait())
-        flags = [*size, *settings.common_flags(num_tokens), *BLEND_FLAGS, *settings.blend_flags]
+        flags = [*settings.common_flags(num_tokens), *BLEND_FLAGS, *settings.blend_flags]
         blend = stack.enter_context(launched(settings.model, flags, logs / "blend.log", memory))
         servers = stock.wait(), blend.wait()
         yield Pair(*servers, num_tokens=min(map(_count_tokens, servers)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from sgl_blend.evaluation.report import Machine, describe_machine, find_versions
 if TYPE_CHECKING:
     from rich.table import Table
 
-_PACKAGES = ("sgl-blend", "sglang", "torch", "triton")
+PACKAGES = ("sgl-blend", "sglang", "torch", "triton")
 
 
 class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,24 +61,33 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(argv: Sequence[str], model: str, pair: Pair) -> Circumstances:
-    """Put together what a benchmark runs on and with.
+    """Put together what a benchmark of two servers runs on and with.
 
     Args:
         argv: Behind ``sgl-blend``.
         model: Name or folder.
         pair: The servers.
     """
+    commands = {name: pair[name].command for name in NAMES}
+    return describe_servers(argv, model, commands, pair.num_tokens)
+
+
+def describe_servers(
+    argv: Sequence[str], model: str, commands: Mapping[str, str], num_tokens: int
+) -> Circumstances:
+    """Put together what a benchmark runs on and with; commands are what started each server."""
     return Circumstances(
         command=shlex.join(["sgl-blend", *map(without_folders, argv)]),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         model=without_folders(model),
-        versions=find_versions(_PACKAGES),
-        commit=_find_commit(),
+        versions=find_versions(PACKAGES),
+        commit=find_commit(),
         machine=describe_machine(),
         servers={
-            name: " ".join(map(without_folders, pair[name].command.split())) for name in NAMES
+            name: " ".join(map(without_folders, command.split()))
+            for name, command in commands.items()
         },
-        num_tokens=pair.num_tokens,
+        num_tokens=num_tokens,
     )
 
 
@@ -88,7 +97,8 @@ def without_folders(word: str) -> str:
     return f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
 
 
-def _find_commit() -> str | None:
+def find_commit() -> str | None:
+    """Return the commit of the checkout this runs from, ``-dirty`` if changed; None outside of one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

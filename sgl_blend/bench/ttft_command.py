@@ -40,7 +40,7 @@ def add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_server_flags(parser)
     parser.add_argument(
         "--lengths",
-        type=list_of(_length),
+        type=list_of(length),
         default=[PAPER, 3000, 8000, 16000, 32000],
         help="comma-separated prompt lengths in tokens (8k is 8000); paper is 6 x 512 + question",
     )
@@ -63,13 +63,14 @@ def add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
     add_common_flags(parser)
 
 
-def _length(text: str) -> int | str:
+def length(text: str) -> int | str:
+    """Read a prompt length: tokens, thousands of them (8k), or the paper's setting."""
     if text == PAPER:
         return text
     return int(text[:-1]) * 1000 if text.endswith("k") else int(text)
 
 
-_length.__name__ = "lengths"
+length.__name__ = "lengths"
 
 
 def run_ttft(args: argparse.Namespace) -> int:
