@@ -154,7 +154,8 @@ def load_pairs(  # type: ignore[no-untyped-def]
         y = tl.load(row_ptr[:, None, None] + offset + HALF, mask=mask, other=0.0)
     else:
         offset, mask = _neighbour_offsets(valid, NUM_HEADS, HEAD_DIM, HALF, BLOCK_H, BLOCK_R)
-        x, y = tl.split(tl.load(row_ptr[:, None, None, None] + offset, mask=mask, other=0.0))
+        both = tl.load(row_ptr[:, None, None] + offset, mask=mask, other=0.0)
+        x, y = tl.split(tl.reshape(both, [both.shape[0], BLOCK_H, BLOCK_R, 2]))
     return x, y
 
 
@@ -170,7 +171,8 @@ def _store_pairs(  # type: ignore[no-untyped-def]
         tl.store(row_ptr[:, None, None] + offset + HALF, y, mask=mask)
     else:
         offset, mask = _neighbour_offsets(valid, NUM_HEADS, HEAD_DIM, HALF, BLOCK_H, BLOCK_R)
-        tl.store(row_ptr[:, None, None, None] + offset, tl.join(x, y), mask=mask)
+        both = tl.reshape(tl.join(x, y), [x.shape[0], BLOCK_H, 2 * BLOCK_R])
+        tl.store(row_ptr[:, None, None] + offset, both, mask=mask)
 
 
 @triton.jit
@@ -191,12 +193,11 @@ def _neighbour_offsets(  # type: ignore[no-untyped-def]
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    # Both sides in one dimension of 2: one wide load, taken apart in registers.
-    head = tl.arange(0, BLOCK_H)[None, :, None, None]
-    pair = tl.arange(0, BLOCK_R)[None, None, :, None]
-    side = tl.arange(0, 2)[None, None, None, :]
-    mask = valid[:, None, None, None] & (head < NUM_HEADS) & (pair < HALF) & (side < 2)
-    return head * HEAD_DIM + 2 * pair + side, mask
+    # Both sides in one dimension: wide loads, taken apart in registers.
+    head = tl.arange(0, BLOCK_H)[None, :, None]
+    column = tl.arange(0, 2 * BLOCK_R)[None, None, :]
+    mask = valid[:, None, None] & (head < NUM_HEADS) & (column < 2 * HALF)
+    return head * HEAD_DIM + column, mask
 
 
 @triton.jit

@@ -3,8 +3,9 @@
     python tools/compile_kernels.py [--quick] [--only TEXT] [--arch 90]
 
 Prints what ptxas made of each: registers per thread, spilled bytes, shared memory, tensor-core and
-asynchronous-copy instructions, the widest global access. Exits with 1 if one does not compile or a
-default configuration spills. The interpreter that runs kernels in tests cannot see either.
+asynchronous-copy instructions, mean bytes of a global access. Exits with 1 if one does not compile, a
+default configuration spills, or a memory-bound kernel has narrow accesses. The interpreter that runs
+kernels in tests can see none of that.
 """
 
 import argparse
@@ -54,6 +55,8 @@ class Build:
         aligned: Integer arguments that are multiples of 16, as strides are.
         num_warps: Warps per program.
         num_stages: Depth of the software pipeline.
+        least_mean_access: Bytes that a thread must read or write at once in the mean; less means
+            that the compiler has lost sight of an alignment.
         quick: Whether it is in the short list.
     """
 
@@ -64,6 +67,7 @@ class Build:
     aligned: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
+    least_mean_access: float = 0.0
     quick: bool = False
 
 
@@ -77,7 +81,7 @@ class Report:
     wgmma: int
     mma: int
     cp_async: int
-    widest_access: int
+    mean_access: float
     seconds: float
 
 
@@ -111,6 +115,7 @@ def copies() -> Iterator[Build]:
                 **delta_rope_triton.copy_blocks(heads, dim, rotary // 2, dim),
             },
             aligned=("k_stride", "v_stride"),
+            least_mean_access=8,
             quick=heads == 8 and dim == 128 and dtype in (torch.bfloat16, torch.float8_e4m3fn),
         )  # fmt: skip
 
@@ -139,6 +144,7 @@ def deviations() -> Iterator[Build]:
                 **delta_rope_triton.pair_blocks(8, 128, half),
             },
             aligned=("fresh_stride", "pool_stride"),
+            least_mean_access=8,
             quick=half in (0, 64) and neox,
         )  # fmt: skip
 
@@ -173,6 +179,7 @@ def compactions() -> Iterator[Build]:
             {"WIDTH0": 4096, "WIDTH1": 4096, "WIDTH2": 1, "WIDTH3": 1, "BLOCK": 2048,
              "stride2": 1, "stride3": 1},
             aligned=("stride0", "stride1"),
+            least_mean_access=8,
             quick=dtype == torch.bfloat16,
         )  # fmt: skip
 
@@ -290,7 +297,8 @@ def compile_build(build: Build, arch: int, max_registers: int | None = None) -> 
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
     registers, spilled = read_registers(compiled.asm["cubin"])
-    accesses = re.findall(r"(?:ld|st)\.global[.\w:]*?(?:\.(v\d))?\.[bu](\d+)", ptx)
+    accesses = re.findall(r"(?:ld|st)\.global[.\w:]*?(?:\.v(\d))?\.[bu](\d+)", ptx)
+    widths = [int(bits) // 8 * int(vector or 1) for vector, bits in accesses]
     return Report(
         registers=registers,
         spilled=spilled,
@@ -298,9 +306,7 @@ def compile_build(build: Build, arch: int, max_registers: int | None = None) -> 
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         mma=len(re.findall(r"mma\.sync", ptx)),
         cp_async=len(re.findall(r"cp\.async\.c[ga]", ptx)),
-        widest_access=max(
-            (int(bits) // 8 * int((vector or "v1")[1:]) for vector, bits in accesses), default=0
-        ),
+        mean_access=sum(widths) / max(1, len(widths)),
         seconds=time.perf_counter() - started,
     )
 
@@ -323,8 +329,9 @@ def read_registers(cubin: bytes) -> tuple[int, int]:
 def as_row(label: str, report: Report) -> list[str]:
     """Write a report as a row of the table."""
     numbers = [report.registers, report.spilled, report.shared, report.wgmma, report.mma]
-    numbers += [report.cp_async, report.widest_access]
-    return [label, *(str(number) for number in numbers), f"{report.seconds:.1f}"]
+    numbers += [report.cp_async]
+    decimals = [f"{report.mean_access:.1f}", f"{report.seconds:.1f}"]
+    return [label, *(str(number) for number in numbers), *decimals]
 
 
 def main() -> int:
@@ -336,7 +343,7 @@ def main() -> int:
     parser.add_argument("--max-registers", type=int, help="per thread; fewer than needed spill")
     arguments = parser.parse_args()
     table = Table(
-        "kernel", "regs", "spill B", "smem B", "wgmma", "mma", "cp.async", "widest B", "s"
+        "kernel", "regs", "spill B", "smem B", "wgmma", "mma", "cp.async", "access B", "s"
     )
     failures = []
     for build in (build for builds in LISTS for build in builds()):
@@ -350,6 +357,10 @@ def main() -> int:
         table.add_row(*as_row(build.label, report))
         if report.spilled:
             failures.append(f"{build.label}: spills {report.spilled} bytes")
+        if report.mean_access < build.least_mean_access:
+            failures.append(
+                f"{build.label}: accesses of {report.mean_access:.1f} bytes in the mean"
+            )
     Console(width=120).print(table)
     for failure in failures:
         print(failure, file=sys.stderr)

@@ -1,0 +1,106 @@
+"""Launch our kernels on a GPU that is not there, and print how often each was compiled.
+
+Everything happens but the launch: Triton binds the arguments, specialises and compiles for sm_90.
+test_kernel_launches.py runs this in a process of its own, where kernels are not interpreted.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sgl_blend.kernels import (
+    delta_rope_triton,
+    kv_deviation_triton,
+    ragged_attention_triton,
+    row_compaction_triton,
+    segmented_topk_triton,
+)
+from sgl_blend.kernels.delta_rope import address_table
+
+MODULES = (
+    delta_rope_triton,
+    kv_deviation_triton,
+    ragged_attention_triton,
+    row_compaction_triton,
+    segmented_topk_triton,
+)
+HALF = torch.bfloat16
+
+
+class AbsentHopper:
+    """What Triton asks its driver before a launch."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_device_interface(self) -> Any:
+        return torch
+
+
+def only_compile() -> None:
+    run = JITFunction.run
+
+    def warm_up(self: Any, *arguments: Any, **options: Any) -> Any:
+        return run(self, *arguments, **{**options, "warmup": True})
+
+    driver.set_active(AbsentHopper())
+    JITFunction.run = warm_up
+
+
+def pool() -> torch.Tensor:
+    return torch.zeros(40, 8, 128, dtype=HALF)
+
+
+def launch_all(rows: list[int]) -> None:
+    """Launch every kernel on a batch with so many rows per request."""
+    count = sum(rows)
+    k, v = (pool(), pool()), (pool(), pool())
+    slots = torch.arange(count)
+    cos, sin = torch.ones(count, 64), torch.zeros(count, 64)
+    delta_rope_triton.copy_rotated_layers_triton(
+        address_table(k, v), range(1, 2), (k[0], v[0]), (slots, slots), (cos, sin), neox=True
+    )
+    kv_deviation_triton.kv_deviation_at_triton(k[0], slots, k[1], slots, None)
+    segmented_topk_triton.segmented_topk_triton(torch.zeros(count), rows, [n // 2 for n in rows])
+    hidden = torch.zeros(count, 4096, dtype=HALF)
+    row_compaction_triton.compact_rows_triton(slots, [hidden, hidden, slots, slots.int()])
+    plan = ragged_attention_triton.TritonRagged().plan(
+        slots, rows, [torch.arange(30) for _ in rows], HALF
+    )
+    q = torch.zeros(count, 32, 128, dtype=HALF)
+    for num_splits in (1, 2):
+        ragged_attention_triton.ragged_attention_triton(
+            q, k[0], v[0], plan, scale=0.1, num_splits=num_splits
+        )
+
+
+def count_variants() -> dict[str, int]:
+    kernels = {
+        name: kernel
+        for module in MODULES
+        for name, kernel in vars(module).items()
+        if isinstance(kernel, JITFunction)
+    }
+    counts = {
+        name: sum(len(caches[0]) for caches in kernel.device_caches.values())
+        for name, kernel in kernels.items()
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+if __name__ == "__main__":
+    only_compile()
+    for rows in ([1], [1, 1], [16], [7, 0, 9, 1]):
+        launch_all(rows)
+    json.dump(count_variants(), sys.stdout)
