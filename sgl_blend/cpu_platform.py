@@ -48,6 +48,14 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
         """Name the attention backend that needs nothing but torch."""
         return "torch_native"
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """Name what ``/start_profile`` may record here; SGLang asks every platform of a plugin."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> Any:
+        """Return what it is to torch."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_mha_kv_pool_cls(self) -> type[Any]:
         """Return SGLang's plain ``[slots, heads, dim]`` pool."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

@@ -6,7 +6,6 @@ counted for the inner one only.
 """
 
 import gzip
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     return events
 
 
-def add_up(events: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+def add_up(events: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return the seconds of each phase: ``host`` and ``device``, each by name, without inner phases."""
     lanes: dict[tuple[str, Any, Any], list[tuple[float, float, str]]] = {}
     for event in events:
@@ -35,11 +34,11 @@ def add_up(events: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:
             start, length = float(event["ts"]), float(event["dur"])
             lane = lanes.setdefault((str(kind), event.get("pid"), event.get("tid")), [])
             lane.append((start, start + length, name.removeprefix(PREFIX)))
-    seconds = {"host": Counter[str](), "device": Counter[str]()}
+    seconds: dict[str, dict[str, float]] = {"host": {}, "device": {}}
     for (kind, _, _), spans in lanes.items():
         place = seconds["host" if kind == _HOST else "device"]
         for name, microseconds in _own_times(spans):
-            place[name] += microseconds / 1e6
+            place[name] = place.get(name, 0.0) + microseconds / 1e6
     return seconds
 
 
