@@ -8,6 +8,7 @@ its memory check runs at every idle step and raises.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import random
@@ -38,6 +39,8 @@ CPU_ARGS: dict[str, Any] = {
     "random_seed": 0,
     "mem_fraction_static": 0.3,
     "watchdog_timeout": 1e6,  # nobody steps an engine while another one is tested
+    # For a GPU: tools/gpu_run.py.
+    **json.loads(os.environ.get("SGL_BLEND_TEST_ENGINE", "{}")),
 }
 
 

@@ -1,0 +1,151 @@
+"""Everything that has to be shown on a GPU, in parts of less than ten minutes each.
+
+    python tools/gpu_run.py 1 --out build/gpu      # correct? kernels, real SGLang, laws in bfloat16
+    python tools/gpu_run.py 2 --out build/gpu      # fast? time to first token, where it goes
+    python tools/gpu_run.py 3 --out build/gpu      # under load: throughput, long prompts, blend off
+    python tools/gpu_run.py 1 2 3 --tiny           # the same steps, small, on a CPU
+
+Each step is a command of its own with a time limit and a log; a step that fails does not stop the
+others. Last comes a table; the exit status is 1 if a step failed. benchmarks/gpu_todo.md says how a
+machine without a network gets SGLang.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLEND = [sys.executable, "-m", "sgl_blend"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+KERNEL_TESTS = (
+    "tests/test_delta_rope_triton.py",
+    "tests/test_kv_deviation_triton.py",
+    "tests/test_segmented_topk.py",
+    "tests/test_row_compaction.py",
+    "tests/test_ragged_attention_triton.py",
+    "tests/test_attention_choice.py",
+)
+# What the light pack of SGLang for an offline machine can do: no fa3, no grammar.
+SERVER = {"attention-backend": "triton", "sampling-backend": "pytorch", "grammar-backend": "none"}
+CUDA_ENGINE = {
+    "device": "cuda",
+    "attention_backend": "triton",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "mem_fraction_static": 0.1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A command, how long it may take, and what its processes find in their environment."""
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    environment: Sequence[tuple[str, str]] = ()
+
+
+def steps(part: int, out: Path, *, tiny: bool) -> list[Step]:
+    """Return what a part consists of."""
+    server = [] if tiny else [f"--server-arg={name}={value}" for name, value in SERVER.items()]
+    shape = ["--shape", "tiny" if tiny else "llama-3.1-8b", *server]
+
+    def bench(kind: str, name: str, *flags: str, limit_s: float = 240) -> Step:
+        model = [] if kind == "kernels" else shape
+        command = [*BLEND, "bench", kind, *model, *flags, "--json", str(out / f"{name}.json")]
+        return Step(name, command, limit_s)
+
+    engine = () if tiny else (("SGL_BLEND_TEST_ENGINE", json.dumps(CUDA_ENGINE)),)
+    engine_args = [] if tiny else ["--engine-arg=dtype=bfloat16"]
+    engine_args += (
+        [] if tiny else [f"--engine-arg={k}={json.dumps(v)}" for k, v in CUDA_ENGINE.items()]
+    )
+    laws = [*PYTEST, "tests/test_laws.py", "-k", "l2" if tiny else "l1_ratio_one or l2"]
+    verify = [
+        *(*BLEND, "verify", "--model-path", str(ROOT / "examples" / "tinyrag" / "model")),
+        *("--limit", "2", "--policies", "hkvd", "--ratios", "0.15", "--check-layers", "2"),
+        *("--max-kl", "9", "--json", str(out / "verify-bf16.json"), *engine_args),
+    ]
+    short = "300" if tiny else "paper"
+    small = ["--chunk-tokens", "64"] if tiny else []
+    repeats = ["--repeats", "2"]
+    quick = ["--repeats", "2", "--batches", "1"] if tiny else ["--repeats", "5"]
+    if part == 1:
+        kernel_tests = KERNEL_TESTS[2:4] if tiny else KERNEL_TESTS
+        return [
+            Step("kernel-tests", [*PYTEST, *kernel_tests], 240),
+            bench("kernels", "kernels"),
+            bench("profile", "smoke", "--length", short, *small, "--repeats", "2"),
+            Step("laws-float32", laws, 240, engine),
+            Step("verify-bf16", verify, 240),
+        ]
+    if part == 2:
+        ratios = ["--ratios", "0.15" if tiny else "0,0.15,1"]
+        long = "400" if tiny else "16k"
+        return [
+            bench("ttft", "ttft-paper", "--lengths", short, *small, *ratios, *quick),
+            bench("profile", "profile", "--length", short, *small, *repeats),
+            bench("ttft", "ttft-16k", "--lengths", long, *small, *ratios, *repeats, "--batches=1"),
+            bench("profile", "profile-16k", "--length", long, *small, *repeats),
+        ]
+    seconds = ["--seconds", "2", "--rates", "1"] if tiny else ["--seconds", "10"]
+    documents = ["--documents", "6", "--chunks", "4"] if tiny else []
+    flags = [*seconds, *documents, *small, "--blocks", "1"]
+    return [bench("throughput", "throughput", *flags, limit_s=560)]
+
+
+def run(step: Step, out: Path) -> tuple[str, float]:
+    """Run a step; return how it ended and its seconds."""
+    started = time.monotonic()
+    settings = [f"{name}={value}" for name, value in step.environment]
+    with (out / f"{step.name}.log").open("w") as log:
+        try:
+            done = subprocess.run(
+                ["env", *settings, *step.command],
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=step.limit_s,
+            )
+            ended = "ok" if done.returncode == 0 else f"status {done.returncode}"
+        except subprocess.TimeoutExpired:
+            ended = f"over {step.limit_s:.0f} s"
+    return ended, time.monotonic() - started
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Check and time everything on a GPU.")
+    parser.add_argument("parts", nargs="+", type=int, choices=(1, 2, 3))
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
+    parser.add_argument("--only", help="comma-separated names of steps")
+    args = parser.parse_args()
+    out = args.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    wanted = None if args.only is None else set(args.only.split(","))
+    results = []
+    for part in args.parts:
+        for step in steps(part, out, tiny=args.tiny):
+            if wanted is not None and step.name not in wanted:
+                continue
+            ended, seconds = run(step, out)
+            results.append((step.name, ended, seconds))
+            tail = (out / f"{step.name}.log").read_text(errors="replace").splitlines()
+            print(f"=== {step.name}: {ended}, {seconds:.0f} s", *tail[-25:], sep="\n", flush=True)
+    print()
+    for name, ended, seconds in results:
+        print(f"{name:16} {ended:14} {seconds:6.0f} s")
+    summary = [{"step": n, "ended": e, "seconds": round(s, 1)} for n, e, s in results]
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return int(any(ended != "ok" for _, ended, _ in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
