@@ -182,12 +182,16 @@ class BlendAttention:
 
     def _reduce(self, selecting: list[tuple[Candidates, int, torch.Tensor]]) -> None:
         """Take rows out of the batch; of each group stay as many as its budget, by rank."""
+        selecting = [
+            (group, budget, ranks.nan_to_num(nan=torch.inf, posinf=torch.inf))
+            for group, budget, ranks in selecting
+        ]
         counts = list(self._batch.extend_seq_lens_cpu)
         left = list(counts)
         # Above infinity, segmented_topk knows nothing but NaN: rows that nobody may drop.
         ranks = torch.full([sum(counts)], torch.nan, device=self._batch.positions.device)
         for group, budget, group_ranks in selecting:
-            ranks[group.rows] = group_ranks.nan_to_num(nan=torch.inf, posinf=torch.inf)
+            ranks[group.rows] = group_ranks
             left[group.request] -= group.rows.numel() - budget
         self.kept_rows, _ = segmented_topk(ranks, counts, left)
         self._candidates = self._renumber(

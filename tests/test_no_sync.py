@@ -28,12 +28,16 @@ def _blend_without_waiting(driver: Driver, policy: str) -> int:
             torch.cuda.set_sync_debug_mode("default")
 
     params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3}
-    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, params=params))
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, params=params, logprobs=False))
     driver.settle()
-    warm = rag_prompt(SYSTEM, [CHUNKS[i] for i in (1, 0, 3, 2)], QUESTION, params=params)
+    warm = rag_prompt(
+        SYSTEM, [CHUNKS[i] for i in (1, 0, 3, 2)], QUESTION, params=params, logprobs=False
+    )
     driver.ask(warm)  # compiles kernels, which may wait
     driver.settle()
-    again = rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 3, 1, 0)], QUESTION, params=params)
+    again = rag_prompt(
+        SYSTEM, [CHUNKS[i] for i in (2, 3, 1, 0)], QUESTION, params=params, logprobs=False
+    )
     Fusor.run = run  # type: ignore[assignment, method-assign]
     try:
         return int(driver.ask(again)[0].report["reused_tokens"])

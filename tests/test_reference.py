@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
-from harness import rag_prompt, random_tokens
+from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
 from safetensors.torch import load_file
 from tiny_models import NUM_LAYERS, make_model
 
@@ -212,3 +212,36 @@ def test_the_engine_blends_as_written_down(
         assert answer.report["chunk_hits"] == 3
         got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
         assert float((got - want).abs().max()) <= TOLERANCE, f"ratio {ratio}"
+
+
+def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> tuple[list[Answer], int]:
+    """Return the answers and how many batches it took."""
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))  # builds
+    driver.settle()
+    before = driver.num_batches
+    return driver.ask(*prompts), driver.num_batches - before
+
+
+def test_policies_that_drop_rows_in_different_layers_share_a_batch(
+    start_engine: StartEngine, model_folder: Path
+) -> None:
+    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=1)
+    reference = Reference(make_model("llama", model_folder))
+    policies = ["query-aware", "first-k", "gradual", "hkvd-k", "edge", "query-aware", "hybrid"]
+    prompts = [
+        rag_prompt(
+            SYSTEM,
+            CHUNKS,
+            QUESTION,
+            params={"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3 + 0.01 * number},
+        )
+        for number, policy in enumerate(policies)
+    ]
+
+    answers, num_batches = engine.call(_ask_at_once, prompts)
+
+    assert num_batches == 1
+    for number, (policy, answer) in enumerate(zip(policies, answers, strict=True)):
+        want = reference.blend(policy, 0.3 + 0.01 * number, 1)
+        got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
+        assert float((got - want).abs().max()) <= TOLERANCE, f"{number}: {policy}"

@@ -84,6 +84,7 @@ def steps(part: int, out: Path, *, tiny: bool) -> list[Step]:
             bench("kernels", "kernels"),
             bench("profile", "smoke", "--length", short, *small, "--repeats", "2"),
             Step("laws-float32", laws, 240, engine),
+            Step("no-sync", [*PYTEST, "tests/test_no_sync.py"], 120, engine),
             Step("verify-bf16", verify, 240),
         ]
     if part == 2:
