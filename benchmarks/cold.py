@@ -135,7 +135,7 @@ def compare(
     stock: Server, blend: Server, material: Material, kind: Kind, num_pairs: int
 ) -> list[Pair]:
     """Measure fresh prompts on both servers in turn, the order changing from pair to pair."""
-    draw = random.Random(f"{kind.chunks} {kind.wait}")
+    draw = random.Random(str(kind))
     shorts = short_prompts(draw, material)
     warm_up = 6 if kind.short else 2
     found = []

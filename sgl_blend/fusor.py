@@ -91,6 +91,8 @@ class Fusor:
             done = 0
             for layer in _selecting_layers(late, self.layers.check):
                 is_first = layer == self.layers.check
+                if not is_first:  # rows kept so far write above the check layer, over the copies
+                    self._mover.wait()
                 with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
                     self._run_layers(batch, layer - done)
                 with phase(Phase.CHECK_LAYER):
