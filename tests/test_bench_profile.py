@@ -21,8 +21,8 @@ def span(name: str, start: float, length: float, cat: str = "user_annotation") -
 
 def test_an_inner_phase_is_not_counted_in_the_outer_one() -> None:
     events = [
+        span("sgl_blend.selection", 100, 10),  # begins with the one it lies in
         span("sgl_blend.check layer", 100, 50),
-        span("sgl_blend.selection", 110, 10),
         span("sgl_blend.selection", 130, 5),
         span("sgl_blend.copy", 150, 7),
         span("aten::mm", 112, 3),
