@@ -16,6 +16,7 @@ from sgl_blend import sglang_adapter as sglang
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.query_attention import query_attention
 from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import segmented_topk
 from sgl_blend.phases import Phase, phase
 from sgl_blend.policies import POLICIES, Score
@@ -154,7 +155,7 @@ class BlendAttention:
         if selects:
             with phase(Phase.SELECTION):
                 self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, layer.scaling))
-                heads = heads.index_select(0, self.kept_rows)
+                (heads,) = compact_rows(self.kept_rows, [heads])
         mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=layer.scaling)
         return mixed.reshape(heads.shape[0], -1)
 

@@ -25,6 +25,7 @@ from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.kv_deviation import kv_deviation
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_partition import first_rows
+from sgl_blend.kernels.upload import to_device
 from sgl_blend.kv_mover import KVMover, Move
 from sgl_blend.phases import Phase, phase
 from sgl_blend.plan import LayerSplit, Window
@@ -167,13 +168,13 @@ class Fusor:
             source_slots=torch.cat(
                 [window.head.slots for window in windows if window is not None and window.head]
             ),
-            dest_slots=batch.out_cache_loc[sglang.to_device(head_rows, device)],
+            dest_slots=batch.out_cache_loc[to_device(head_rows, device)],
             cos=cos,
             sin=sin,
         )
         sglang.advance_prefix(batch, heads)
         body = [length - head for length, head in zip(lengths, heads, strict=True)]
-        sglang.take_rows(batch, sglang.to_device(body_rows, device), body)
+        sglang.take_rows(batch, to_device(body_rows, device), body)
         return [move]
 
     def _moves(self, groups: list[Candidates], first_layer: int, batch: Any) -> list[Move]:
@@ -212,13 +213,13 @@ class Fusor:
                 torch.cat([_range(span.source_start, len(span)) for span in window.spans]),
             ]
         )
-        positions, stored = sglang.to_device(host, device)
+        positions, stored = to_device(host, device)
         cos, sin = self._rotation.between(stored, positions)
         policy = POLICIES[window.policy]
         schedule = window.schedule(self.layers)
         ranks = None
         if policy.score is Score.NOTHING:
-            ranks = sglang.to_device(policy.rank(None, lengths, schedule[0]), device)
+            ranks = to_device(policy.rank(None, lengths, schedule[0]), device)
         to_row = first_row - window.head_stop
         return Candidates(
             request=request,

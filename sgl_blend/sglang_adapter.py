@@ -19,7 +19,9 @@ import torch
 
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import LayerPools
+from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.row_partition import first_rows
+from sgl_blend.kernels.upload import to_device
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
 
@@ -366,13 +368,6 @@ def rank_group() -> Any:
     return get_tp_group()
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a small host tensor to the device without waiting for the device."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 # --- model and forward --------------------------------------------------------------------------
 
 
@@ -435,9 +430,9 @@ def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> No
         old - new for old, new in zip(batch.extend_seq_lens_cpu, rows_per_request, strict=True)
     ]
     device = batch.input_ids.device
-    batch.input_ids = batch.input_ids.index_select(0, rows)
-    batch.positions = batch.positions.index_select(0, rows)
-    batch.out_cache_loc = batch.out_cache_loc.index_select(0, rows)
+    batch.input_ids, batch.positions, batch.out_cache_loc = compact_rows(
+        rows, [batch.input_ids, batch.positions, batch.out_cache_loc]
+    )
     batch.extend_seq_lens_cpu = rows_per_request
     batch.extend_seq_lens = to_device(torch.tensor(rows_per_request, dtype=torch.int32), device)
     batch.extend_start_loc = to_device(
@@ -484,7 +479,7 @@ def residual_rows(layer: Any, kept_rows: Callable[[], torch.Tensor]) -> Iterator
         rows = kept_rows()
         assert hidden.shape[0] == rows.shape[0], "the attention selects"
         met = True
-        return (hidden, residual.index_select(0, rows), *more), kwargs
+        return (hidden, compact_rows(rows, [residual])[0], *more), kwargs
 
     handle = layer.post_attention_layernorm.register_forward_pre_hook(follow, with_kwargs=True)
     try:
