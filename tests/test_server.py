@@ -1,5 +1,6 @@
 """The real HTTP server, as a client sees it: every API, every malformed value, metrics."""
 
+import inspect
 import itertools
 import json
 import os
@@ -27,6 +28,8 @@ CPU_FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
     *("--host", "127.0.0.1", "--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
+    # SGLang 0.5.17 puts xgrammar's masks into pinned memory, which there is none of on a CPU.
+    *("--grammar-backend", "llguidance"),
 ]
 SYSTEM = "You answer from the documents.\n"
 DOCUMENTS = [
@@ -497,7 +500,11 @@ def _wait_for_builds_of_all(server: Server) -> list[dict[str, Any]]:
 def test_data_parallel_replicas_blend_each_on_its_own(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = ["--enable-blend", "--blend-when", "always", "--dp-size", "2"]
-    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # SGLang wants a NUMA node for each replica
+    from sglang.srt.utils import numa_utils
+
+    # SGLang wants a NUMA node for each rank, and since 0.5.21 for each replica too.
+    per_replica = "world_size" in inspect.signature(numa_utils.init_threads_binding).parameters
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1" if per_replica else "0"}
     server = start_server([*command, *flags], tmp_path / "log", tmp_path, **cores)
     try:
         orders = ((0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0), (0, 2, 1), (1, 0, 2))
