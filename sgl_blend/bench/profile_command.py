@@ -87,16 +87,24 @@ def run_profile(args: argparse.Namespace) -> int:
         question_tokens=args.question_tokens,
     )
     console = Console(stderr=True)
+    # Every request begins with another document, or the radix cache would know its beginning.
+    num_asked = case.batch * (2 * args.repeats + 1)
+    num_documents = max(case.num_documents, num_asked)
     with model_and_logs(args) as (model, logs):
         shape = read_shape(model)
         check_fits(shape, case.prompt_tokens + 1)
         settings = make_server_settings(
-            args, model, num_tokens=case.ample_tokens, num_requests=2 * case.batch
+            args,
+            model,
+            num_tokens=case.ample_tokens
+            + num_documents * case.chunk_tokens
+            + num_asked * case.prompt_tokens,
+            num_requests=2 * case.batch,
         )
         flags = [*settings.common_flags(None), *BLEND_FLAGS, *settings.blend_flags]
         tell(console, "starting the blending server ...")
         with running(model, flags, logs / "blend.log") as server:
-            found = asyncio.run(_profile(server, case, shape.vocab_size, args, logs))
+            found = asyncio.run(_profile(server, case, num_documents, shape.vocab_size, args, logs))
             told = describe_servers(
                 args.argv,
                 args.shape or args.model_path,
@@ -111,7 +119,12 @@ def run_profile(args: argparse.Namespace) -> int:
 
 
 async def _profile(
-    server: Server, case: Case, vocab_size: int, args: argparse.Namespace, folder: Path
+    server: Server,
+    case: Case,
+    num_documents: int,
+    vocab_size: int,
+    args: argparse.Namespace,
+    folder: Path,
 ) -> dict[str, Any]:
     """Return TTFT and phases, seconds per request or batch."""
     from sgl_blend.bench.client import ask_together, connect
@@ -124,15 +137,16 @@ async def _profile(
         vocab_size,
         system_tokens=case.system_tokens,
         chunk_tokens=case.chunk_tokens,
-        num_documents=case.num_documents,
+        num_documents=num_documents,
     )
+    firsts = iter(range(num_documents))
     params = {"sgl_blend_ratio": args.ratio, "sgl_blend_policy": args.policy}
     traces = folder / f"traces-{time.time_ns()}"
     traces.mkdir()
     async with connect(server) as client:
 
         async def ask() -> list[Reply]:
-            orders = [library.order(case.num_chunks, first) for first in range(case.batch)]
+            orders = [library.order(case.num_chunks, next(firsts)) for _ in range(case.batch)]
             prompts = [library.prompt(order, case.question_tokens) for order in orders]
             replies = await ask_together(client, [to_body(p, params, 1) for p in prompts])
             for prompt, reply in zip(prompts, replies, strict=True):
