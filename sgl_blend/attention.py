@@ -210,14 +210,15 @@ class BlendAttention:
             if POLICIES[group.policy].gradual:
                 chosen[group.request] = segmented_topk(ranks, [len(ranks)], [budget])[0]
         done = {group.request for group, _, _ in selecting} - set(chosen)
+        waiting = [group for group in self._candidates if group.request not in done]
+        if not waiting:
+            return []
         place = torch.empty(
             self._batch.positions.shape[0], dtype=torch.int64, device=self.kept_rows.device
         )
         place[self.kept_rows] = torch.arange(self.kept_rows.numel(), device=place.device)
         groups = []
-        for group in self._candidates:
-            if group.request in done:
-                continue
+        for group in waiting:
             taken = chosen.get(group.request)
             stays = group if taken is None else group.take(taken)
             gone = sum(num_dropped[: group.request + 1])
