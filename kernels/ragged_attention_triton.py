@@ -22,48 +22,16 @@ import triton
 import triton.language as tl
 
 from sgl_blend.kernels.checks import check_rows, check_tensor
+from sgl_blend.kernels.ragged_attention_tiles import (
+    TileShape,
+    choose_splits,
+    choose_tile,
+    padded_dim,
+    request_block,
+)
 from sgl_blend.kernels.upload import upload
 
 _LOG2_E = 1.4426950408889634
-_MAX_SPLITS = 32
-_MIN_SPLIT_POSITIONS = 512
-"""A share of the KV below this costs more in merging than it gains."""
-_PROGRAMS_PER_MULTIPROCESSOR = 2
-_REQUEST_BLOCKS = (16, 64, 256, 1024)
-"""Sizes that the number of requests is rounded up to: each one is compiled anew."""
-
-
-@dataclass(frozen=True, slots=True)
-class TileShape:
-    """How the work is cut: rows times heads and KV positions per step, and how a step is run."""
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-
-
-# By head_dim, rounded up to a power of 2, for 16-bit queries: the largest tiles of which ptxas spills
-# nothing for sm_90 (tools/compile_kernels.py); none has been timed yet. 128 rows reuse a KV block
-# twice as often as 64, and that counts because KV comes through L2 once per tile. Two warpgroups hold
-# 64 of the rows each. 64 positions a step keep two programs on a multiprocessor up to head_dim 64
-# (126 registers); at 128 one program fills it (201); at 256 the accumulator leaves room for 32 (242).
-_HALF_PRECISION_TILES = {
-    16: TileShape(128, 64, 4, 3),
-    32: TileShape(128, 64, 4, 3),
-    64: TileShape(128, 64, 8, 3),
-    128: TileShape(128, 64, 8, 3),
-    256: TileShape(128, 32, 8, 2),
-}
-# float32 products are exact and so run on the scalar units, with operands twice as wide: small tiles,
-# and at 128 no second stage, which would spill.
-_SINGLE_PRECISION_TILES = {
-    16: TileShape(32, 32, 4, 2),
-    32: TileShape(32, 32, 4, 2),
-    64: TileShape(32, 32, 4, 2),
-    128: TileShape(32, 32, 8, 1),
-    256: TileShape(32, 16, 8, 2),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +122,6 @@ def plan_triton(
     )
 
 
-def choose_tile(head_dim: int, dtype: torch.dtype) -> TileShape:
-    """Return the tile for queries of this shape.
-
-    Raises:
-        ValueError: The head dimension is beyond 256.
-    """
-    tiles = _SINGLE_PRECISION_TILES if dtype == torch.float32 else _HALF_PRECISION_TILES
-    padded = _padded(head_dim)
-    if padded not in tiles:
-        raise ValueError(f"q: expected head_dim of at most {max(tiles)}, got {head_dim}")
-    return tiles[padded]
-
-
 def ragged_attention_triton(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -212,7 +167,7 @@ def ragged_attention_triton(
         return out
     tile_rows = tile.block_m // group
     num_tiles = sum(triton.cdiv(rows, tile_rows) for rows in plan.num_rows)
-    splits = num_splits or _choose_splits(q.device, num_tiles * num_kv_heads, plan.max_length)
+    splits = num_splits or choose_splits(q.device, num_tiles * num_kv_heads, plan.max_length)
     partial, log_sum = out, q
     if splits > 1:
         partial = q.new_empty(splits, num_rows, num_heads, v_head_dim, dtype=torch.float32)
@@ -224,35 +179,16 @@ def ragged_attention_triton(
         q.stride(0), k.stride(0), v.stride(0),
         PAGED=plan.slots is not None, SPLIT=splits > 1, GROUP=group,
         HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        BLOCK_D=_padded(head_dim), BLOCK_DV=_padded(v_head_dim),
-        BLOCK_B=_request_block(len(plan.num_rows)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_D=padded_dim(head_dim), BLOCK_DV=padded_dim(v_head_dim),
+        BLOCK_B=request_block(len(plan.num_rows)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     if splits > 1:
         _merge_splits[(num_rows * num_heads,)](
             partial, log_sum, out, num_rows * num_heads, splits, v_scale,
-            V_HEAD_DIM=v_head_dim, BLOCK_DV=_padded(v_head_dim), num_warps=1,
+            V_HEAD_DIM=v_head_dim, BLOCK_DV=padded_dim(v_head_dim), num_warps=1,
         )  # fmt: skip
     return out
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, int(triton.next_power_of_2(head_dim)))  # tl.dot takes no less than 16
-
-
-def _request_block(num_requests: int) -> int:
-    return next(
-        (block for block in _REQUEST_BLOCKS if block >= num_requests),
-        int(triton.next_power_of_2(num_requests)),
-    )
-
-
-def _choose_splits(device: torch.device, num_programs: int, max_length: int) -> int:
-    if device.type != "cuda":
-        return 1
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs
-    return max(1, min(wanted, _MAX_SPLITS, max_length // _MIN_SPLIT_POSITIONS))
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_rows"])

@@ -15,6 +15,7 @@ from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
 from sgl_blend.scheduler.request_state import RequestState, state_of
+from sgl_blend.sglang_forward import join_outputs, take_requests
 
 logger = logging.getLogger(__name__)
 
@@ -119,11 +120,11 @@ class BlendRuntime:
         if builds and len(batch.rids) > 1:
             others = [i for i in range(len(batch.rids)) if i not in builds]
             groups = [[i] for i in builds] + ([others] if others else [])
-            return sglang.join_outputs(
+            return join_outputs(
                 [
                     (
                         group,
-                        self._forward_group(orig, runner, sglang.take_requests(batch, group), args),
+                        self._forward_group(orig, runner, take_requests(batch, group), args),
                     )
                     for group in groups
                 ]

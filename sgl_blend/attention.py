@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_forward as sglang
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.query_attention import query_attention
 from sgl_blend.kernels.ragged_attention import RaggedKernel

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_forward as sglang
 from sgl_blend.attention import BlendAttention, Candidates
 from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.kv_deviation import kv_deviation

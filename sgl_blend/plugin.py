@@ -35,6 +35,7 @@ from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.runtime import BlendRuntime
 from sgl_blend.separator import Separator, find_separator
+from sgl_blend.sglang_forward import decoder_layers, layer_pools
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     """
     runner = scheduler.tp_worker.model_runner
     check_runner(runner, config.blend_check_layer)
-    layers = sglang.decoder_layers(runner.model)
+    layers = decoder_layers(runner.model)
     check_layers(layers)
     rotation = read_rotation(layers)
     num_positions = runner.model_config.context_len
@@ -217,7 +218,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
     split = LayerSplit(config.blend_check_layer, len(layers))
-    pools = sglang.layer_pools(runner)
+    pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
     kernel = choose_kernel(config.blend_attention, pools, heads, runner.dtype, ranks)
     cost_model = None

@@ -7,11 +7,10 @@ import torch
 from ragged_cases import Case, Rows, dense, make_case
 
 from sgl_blend.kernels.ragged_attention import RaggedKernel, TorchRagged, ragged_kernel
+from sgl_blend.kernels.ragged_attention_tiles import TileShape, choose_tile
 from sgl_blend.kernels.ragged_attention_triton import (
-    TileShape,
     TritonPlan,
     TritonRagged,
-    choose_tile,
     plan_triton,
     ragged_attention_triton,
 )

@@ -34,6 +34,7 @@ from sgl_blend.kernels import (
     row_compaction_triton,
     segmented_topk_triton,
 )
+from sgl_blend.kernels.ragged_attention_tiles import TileShape, choose_tile
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -230,11 +231,11 @@ def attention(
     split: bool = False,
     paged: bool = True,
     group: int = 4,
-    tile: ragged_attention_triton.TileShape | None = None,
+    tile: TileShape | None = None,
 ) -> Build:
     """One build of the attention kernel, with the default tile unless another is given."""
     padded, v_padded = (int(triton.next_power_of_2(d)) for d in (dim, v_dim))
-    tile = tile or ragged_attention_triton.choose_tile(max(dim, v_dim), dtype)
+    tile = tile or choose_tile(max(dim, v_dim), dtype)
     kv_pointer = POINTERS[kv_dtype]
     width = f"{dim}/{v_dim}" if dim != v_dim else str(dim)
     shape = f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
