@@ -25,8 +25,6 @@ from sgl_blend.bench.report import (
     TtftReport,
     errors,
     make_ttft_table,
-    to_json,
-    without_folders,
 )
 from sgl_blend.bench.shapes import SHAPES, read_shape, write_shape
 from sgl_blend.bench.throughput import (
@@ -41,7 +39,7 @@ from sgl_blend.bench.throughput import (
 from sgl_blend.bench.ttft import TtftRow, find_shortfall, summarise
 from sgl_blend.cli import main
 from sgl_blend.evaluation.bootstrap import mean_interval, median_interval
-from sgl_blend.evaluation.report import describe_machine
+from sgl_blend.evaluation.report import describe_machine, to_json, without_folders
 from sgl_blend.plan import LayerSplit
 
 LIMIT = {"system_tokens": 20, "question_tokens": 10}

@@ -52,12 +52,13 @@ def test_kernels_are_timed_and_written_down(
 ) -> None:
     out = tmp_path / "kernels.json"
     command = ["bench", "kernels", "--device", "cpu", "--shapes", "tiny", "--json", str(out)]
-    assert main(command) == 0
+    assert main([*command, "--plot", str(tmp_path / "kernels.png")]) == 0
     assert "copy_rotated_layers" in capsys.readouterr().out
     report = json.loads(out.read_text())
-    assert report["command"].startswith("sgl-blend bench kernels --device cpu")
+    assert report["circumstances"]["command"].startswith("sgl-blend bench kernels --device cpu")
     assert str(tmp_path) not in out.read_text()
     assert len(report["rows"]) == 5
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_unknown_shape_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,22 +4,26 @@ A kernel must move so many bytes and do so many operations; the roof is what a l
 large matrix product reach on the same device. The share of the roof is the time these two would need
 for the same work, the longer of them, over the time the kernel needed.
 
-On CUDA the Triton kernels run, with L2 cleared before each call; elsewhere the torch references.
+On CUDA the Triton kernels run, with L2 cleared before each call, and FlashInfer's attention beside
+them; elsewhere the torch references.
 """
 
+import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
-from sgl_blend.kernels.ragged_attention import ragged_kernel
+from sgl_blend.kernels.ragged_attention import RaggedKernel, ragged_kernel
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import segmented_topk
+
+logger = logging.getLogger(__name__)
 
 _L2_BYTES = 256 << 20
 """More than any L2."""
@@ -115,15 +119,17 @@ class Speed:
     share: float
 
 
-def measure(device: str, shapes: str) -> list[dict[str, Any]]:
+def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = False) -> list[Speed]:
     """Time every kernel.
 
     Args:
         device: A torch device, such as "cuda" or "cpu".
-        shapes: Names from SHAPES, separated by commas; "tiny" suits a CPU.
+        shapes: Names from SHAPES; "tiny" suits a CPU.
+        compile_flashinfer: Take the minutes that FlashInfer's variants need where they were never
+            compiled; they are left out otherwise.
 
     Returns:
-        One Speed per shape and kernel, as dictionaries.
+        One row per shape and kernel.
 
     Raises:
         ValueError: A shape is not known.
@@ -131,12 +137,12 @@ def measure(device: str, shapes: str) -> list[dict[str, Any]]:
     place = torch.device(device)
     label = torch.cuda.get_device_name(place) if place.type == "cuda" else device
     found = []
-    for name in shapes.split(","):
+    for name in shapes:
         if name not in SHAPES:
             raise ValueError(f"shapes: expected some of {', '.join(SHAPES)}, got {name!r}")
         shape = SHAPES[name]
         roof = measure_roof(place, shape.dtype)
-        for work in works(shape, place):
+        for work in works(shape, place, compile_flashinfer=compile_flashinfer):
             seconds = time_call(work.call, place)
             roof_s = max(work.num_bytes / roof.bytes_per_s, work.num_flop / roof.flop_per_s)
             speed = Speed(
@@ -150,7 +156,7 @@ def measure(device: str, shapes: str) -> list[dict[str, Any]]:
                 roof_ms=roof_s * 1e3,
                 share=roof_s / seconds,
             )
-            found.append(asdict(speed))
+            found.append(speed)
     return found
 
 
@@ -196,7 +202,7 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, repetitions: in
     return statistics.median(milliseconds) / 1e3
 
 
-def works(shape: Shape, device: torch.device) -> Iterator[Work]:
+def works(shape: Shape, device: torch.device, *, compile_flashinfer: bool) -> Iterator[Work]:
     """Prepare each kernel for a shape, one at a time."""
     torch.manual_seed(0)
     k, v = (_pools(shape, device) for _ in range(2))
@@ -207,7 +213,8 @@ def works(shape: Shape, device: torch.device) -> Iterator[Work]:
     yield _deviation_work(shape, v[0], stored)
     yield _topk_work(shape, device)
     yield _compaction_work(shape, device)
-    yield _attention_work(shape, k[0], v[0], own)
+    for label, kernel in attention_kernels(shape, device, compile_missing=compile_flashinfer):
+        yield _attention_work(shape, label, kernel, k[0], v[0], own)
 
 
 def _pools(shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -263,8 +270,37 @@ def _compaction_work(shape: Shape, device: torch.device) -> Work:
     return Work("compact_rows", lambda: compact_rows(rows, tensors), num_bytes, 0)
 
 
+def attention_kernels(
+    shape: Shape, device: torch.device, *, compile_missing: bool
+) -> Iterator[tuple[str, RaggedKernel]]:
+    """Start every attention kernel that runs on a device, one at a time; yield it and its name."""
+    ours = ragged_kernel(device)
+    yield ours.name, ours
+    if device.type != "cuda":
+        return
+    from sgl_blend.kernels import ragged_attention_flashinfer as flashinfer
+
+    heads = flashinfer.HeadLayout(
+        shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.dtype, shape.dtype
+    )
+    for backend in dict.fromkeys((flashinfer.best_backend(device, heads), "fa2")):
+        try:
+            if compile_missing or flashinfer.is_compiled(backend, heads):
+                kernel = flashinfer.FlashInferRagged(backend, heads, device)
+                yield f"flashinfer {backend}", kernel
+            else:
+                logger.warning("flashinfer %s was never compiled and is left out", backend)
+        except (ImportError, ValueError, RuntimeError) as err:
+            logger.warning("flashinfer %s does not start here: %s", backend, err)
+
+
 def _attention_work(
-    shape: Shape, k_pool: torch.Tensor, v_pool: torch.Tensor, own: torch.Tensor
+    shape: Shape,
+    label: str,
+    kernel: RaggedKernel,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    own: torch.Tensor,
 ) -> Work:
     device = own.device
     taken = torch.randperm(shape.num_reused, device=device)[: shape.num_taken]
@@ -272,12 +308,11 @@ def _attention_work(
     positions = torch.cat([taken.sort().values, question])
     num_rows = positions.numel()
     q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device, dtype=shape.dtype)
-    kernel = ragged_kernel(device)
     plan = kernel.plan(positions, [num_rows], [own], shape.dtype)
     scale = shape.head_dim**-0.5
     seen = int((positions + 1).sum())
     return Work(
-        f"ragged_attention ({kernel.name})",
+        f"ragged_attention ({label})",
         lambda: kernel.run(q, k_pool, v_pool, plan, scale=scale),
         2 * q.nbytes + 2 * shape.num_tokens * shape.kv_row_bytes,
         4 * shape.num_heads * shape.head_dim * seen,

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import TYPE_CHECKING
 
 from sgl_blend.errors import CommandError
 from sgl_blend.evaluation.arguments import check_outputs, check_packages, list_of, output_console
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from sgl_blend.bench.report import KernelsReport
 
 
 def add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +30,13 @@ def add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         type=list_of(str),
         help="comma-separated: tiny, 8b-8k, 8b-32k; by default tiny on a CPU, else the others",
     )
+    parser.add_argument(
+        "--compile-flashinfer",
+        action="store_true",
+        help="compile what FlashInfer needs to take part, minutes the first time",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything as JSON")
+    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the shares of the roof")
 
 
 def run_kernels(args: argparse.Namespace) -> int:
@@ -41,57 +45,55 @@ def run_kernels(args: argparse.Namespace) -> int:
     Raises:
         BlendError: Something in it cannot be used; the message says what.
     """
-    check_packages("bench", ["rich", "triton"], extra="bench")
-    check_outputs([args.json] if args.json is not None else [])
+    packages = ["rich", "triton", *(["matplotlib"] if args.plot else [])]
+    check_packages("bench", packages, extra="bench")
+    check_outputs(path for path in (args.json, args.plot) if path is not None)
     import torch
 
     from sgl_blend.bench.kernel_speed import measure
-    from sgl_blend.bench.report import PACKAGES, find_commit, without_folders
-    from sgl_blend.evaluation.report import describe_machine, find_versions
+    from sgl_blend.bench.report import KernelsReport, describe_run
+    from sgl_blend.evaluation.report import to_json
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shapes = args.shapes or (["tiny"] if device == "cpu" else ["8b-8k", "8b-32k"])
     try:
-        rows = measure(device, ",".join(shapes))
+        rows = measure(device, shapes, compile_flashinfer=args.compile_flashinfer)
     except (ValueError, RuntimeError) as err:
         raise CommandError(f"bench kernels: {str(err).splitlines()[0]}") from err
-    output_console().print(_make_table(rows))
+    report = KernelsReport(circumstances=describe_run(args.argv), rows=rows)
+    output_console().print(_make_table(report))
     if args.json is not None:
-        report = {
-            "command": shlex.join(["sgl-blend", *map(without_folders, args.argv)]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": find_versions(PACKAGES),
-            "commit": find_commit(),
-            "machine": describe_machine(),
-            "rows": rows,
-        }
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        args.json.write_bytes(to_json(report))
+    if args.plot is not None:
+        from sgl_blend.bench.plot import draw_kernels
+
+        draw_kernels(report, args.plot)
     return 0
 
 
-def _make_table(rows: list[dict[str, Any]]) -> Table:
+def _make_table(report: KernelsReport) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(
-        title=f"{rows[0]['device']}: median times; share of the time the roof allows",
+        title=f"{report.rows[0].device}: median times; share of the time the roof allows",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("kernel", no_wrap=True)
     for name in ("shape", "ms", "MB", "GFLOP", "GB/s", "TFLOP/s", "roof ms", "share"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        seconds = row["ms"] / 1e3
+    for row in report.rows:
+        seconds = row.ms / 1e3
         table.add_row(
-            row["kernel"],
-            row["shape"],
-            f"{row['ms']:.3g}",
-            f"{row['num_bytes'] / 1e6:.4g}",
-            f"{row['num_flop'] / 1e9:.3g}",
-            f"{row['num_bytes'] / seconds / 1e9:.3g}",
-            f"{row['num_flop'] / seconds / 1e12:.3g}",
-            f"{row['roof_ms']:.3g}",
-            f"{row['share']:.0%}",
+            row.kernel,
+            row.shape,
+            f"{row.ms:.3g}",
+            f"{row.num_bytes / 1e6:.4g}",
+            f"{row.num_flop / 1e9:.3g}",
+            f"{row.num_bytes / seconds / 1e9:.3g}",
+            f"{row.num_flop / seconds / 1e12:.3g}",
+            f"{row.roof_ms:.3g}",
+            f"{row.share:.0%}",
         )
     return table

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_blend.bench.pair import NAMES
-from sgl_blend.bench.report import ThroughputReport, TtftReport
+from sgl_blend.bench.report import KernelsReport, ThroughputReport, TtftReport
 from sgl_blend.bench.ttft import TtftRow
 
 
@@ -88,6 +88,31 @@ def draw_throughput(report: ThroughputReport, path: Path) -> None:
     ttft.legend(fontsize="small")
     completed.legend(fontsize="small")
     figure.suptitle(report.circumstances.model)
+    figure.savefig(path, dpi=150)
+
+
+def draw_kernels(report: KernelsReport, path: Path) -> None:
+    """Draw each kernel's share of the roof, a bar per shape.
+
+    Args:
+        report: Its rows are drawn.
+        path: File to write; the ending decides the format.
+    """
+    figure, (axes,) = _make_panels(1)
+    kernels = list(dict.fromkeys(row.kernel for row in report.rows))
+    shapes = list(dict.fromkeys(row.shape for row in report.rows))
+    height = 0.8 / len(shapes)
+    for number, shape in enumerate(shapes):
+        rows = [row for row in report.rows if row.shape == shape]
+        places = [kernels.index(row.kernel) + number * height for row in rows]
+        bars = axes.barh(places, [row.share for row in rows], height, label=shape)
+        axes.bar_label(bars, [f"{row.ms:.3g} ms" for row in rows], padding=2, fontsize="small")
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(kernels))], kernels)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    _label(axes, "share of the roof", "")
+    axes.legend(fontsize="small")
+    figure.suptitle(report.rows[0].device)
     figure.savefig(path, dpi=150)
 
 

@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from sgl_blend.bench.arguments import (
     add_common_flags,
     add_server_flags,
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sgl_blend.bench.client import Reply
+    from sgl_blend.bench.report import ProfileReport
     from sgl_blend.bench.server import Server
 
 _TRACE_TIMEOUT_S = 120.0
@@ -76,8 +75,9 @@ def run_profile(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sgl_blend.bench.pair import BLEND_FLAGS
-    from sgl_blend.bench.report import describe_servers
+    from sgl_blend.bench.report import ProfileReport, describe_servers
     from sgl_blend.bench.server import running
+    from sgl_blend.evaluation.report import to_json
 
     case = make_case(
         args.length,
@@ -105,16 +105,16 @@ def run_profile(args: argparse.Namespace) -> int:
         tell(console, "starting the blending server ...")
         with running(model, flags, logs / "blend.log") as server:
             found = asyncio.run(_profile(server, case, num_documents, shape.vocab_size, args, logs))
-            told = describe_servers(
+            circumstances = describe_servers(
                 args.argv,
                 args.shape or args.model_path,
                 {"blend": server.command},
                 int(server.server_info()["max_total_num_tokens"]),
             )
-    output_console().print(_make_table(case, found))
+    report = ProfileReport(circumstances=circumstances, case=case.name, batch=case.batch, **found)
+    output_console().print(_make_table(report))
     if args.json is not None:
-        report = {"circumstances": told, "case": case.name, "batch": case.batch, **found}
-        args.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+        args.json.write_bytes(to_json(report))
     return 0
 
 
@@ -126,7 +126,7 @@ async def _profile(
     args: argparse.Namespace,
     folder: Path,
 ) -> dict[str, Any]:
-    """Return TTFT and phases, seconds per request or batch."""
+    """Return the measured fields of the report."""
     from sgl_blend.bench.client import ask_together, connect
     from sgl_blend.bench.phase_times import add_up, read_trace
     from sgl_blend.bench.prompts import Library, to_body
@@ -201,15 +201,15 @@ def _wait_for_traces(folder: Path) -> list[Path]:
     raise CommandError("bench profile: the server wrote no trace")
 
 
-def _make_table(case: Case, found: dict[str, Any]) -> Table:
+def _make_table(report: ProfileReport) -> Table:
     from rich import box
     from rich.table import Table
 
-    host, device = found["phases"]["host"], found["phases"]["device"]
-    total = found["traced_ttft_s"]
+    host, device = report.phases["host"], report.phases["device"]
+    total = report.traced_ttft_s
     measured = device or host
     table = Table(
-        title=f"{case.name}, batch {case.batch}: TTFT {found['ttft_s'] * 1e3:.4g} ms, "
+        title=f"{report.case}, batch {report.batch}: TTFT {report.ttft_s * 1e3:.4g} ms, "
         f"under the profiler {total * 1e3:.4g} ms",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

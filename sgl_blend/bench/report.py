@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgl_blend.bench.kernel_speed import Speed
 from sgl_blend.bench.pair import NAMES, Pair
 from sgl_blend.bench.throughput import Load, Outcome
 from sgl_blend.bench.ttft import TtftRow
-from sgl_blend.evaluation.report import Machine, describe_machine, find_versions
+from sgl_blend.evaluation.report import (
+    Machine,
+    command_line,
+    describe_machine,
+    find_versions,
+    without_folders,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,23 +28,32 @@ if TYPE_CHECKING:
 PACKAGES = ("sgl-blend", "sglang", "torch", "triton")
 
 
-class Circumstances(msgspec.Struct, frozen=True, kw_only=True):
-    """How figures came about.
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where figures come from.
 
     Attributes:
-        model: Name of the shape, or of the model's folder.
+        command: Without this machine's paths.
         commit: Of the checkout that sgl-blend ran from, with ``-dirty`` if it was changed; null if
             it was installed.
-        servers: What started each, without this machine's paths.
-        num_tokens: KV that each server held.
     """
 
     command: str
     date: str
-    model: str
     versions: dict[str, str]
     commit: str | None
     machine: Machine
+
+
+class Circumstances(Origin, frozen=True, kw_only=True):
+    """Where figures of servers come from.
+
+    Attributes:
+        model: Name of the shape, or of the model's folder.
+        servers: What started each, without this machine's paths.
+        num_tokens: KV that each server held.
+    """
+
+    model: str
     servers: dict[str, str]
     num_tokens: int
 
@@ -60,6 +75,30 @@ class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome
 
 
+class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``bench profile`` found; times in seconds per request or batch.
+
+    Attributes:
+        tokens: What one request reported.
+        phases: By where the time went, host or device, and phase.
+    """
+
+    circumstances: Circumstances
+    case: str
+    batch: int
+    ttft_s: float
+    traced_ttft_s: float
+    tokens: dict[str, Any]
+    phases: dict[str, dict[str, float]]
+
+
+class KernelsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of ``bench kernels``."""
+
+    circumstances: Origin
+    rows: list[Speed]
+
+
 def describe(argv: Sequence[str], model: str, pair: Pair) -> Circumstances:
     """Put together what a benchmark of two servers runs on and with.
 
@@ -77,12 +116,8 @@ def describe_servers(
 ) -> Circumstances:
     """Put together what a benchmark runs on and with; commands are what started each server."""
     return Circumstances(
-        command=shlex.join(["sgl-blend", *map(without_folders, argv)]),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        **msgspec.structs.asdict(describe_run(argv)),
         model=without_folders(model),
-        versions=find_versions(PACKAGES),
-        commit=find_commit(),
-        machine=describe_machine(),
         servers={
             name: " ".join(map(without_folders, command.split()))
             for name, command in commands.items()
@@ -91,10 +126,15 @@ def describe_servers(
     )
 
 
-def without_folders(word: str) -> str:
-    """Return a word of a command line with the last part alone of an absolute path."""
-    name, equals, value = word.rpartition("=")
-    return f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
+def describe_run(argv: Sequence[str]) -> Origin:
+    """Put together what any benchmark runs on and with; argv is what stands behind ``sgl-blend``."""
+    return Origin(
+        command=command_line(argv),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=find_versions(PACKAGES),
+        commit=find_commit(),
+        machine=describe_machine(),
+    )
 
 
 def find_commit() -> str | None:
@@ -110,11 +150,6 @@ def find_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
-
-
-def to_json(report: TtftReport | ThroughputReport) -> bytes:
-    """Return a report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
 
 
 def make_ttft_table(report: TtftReport) -> Table:

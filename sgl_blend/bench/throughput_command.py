@@ -89,10 +89,10 @@ def run_throughput(args: argparse.Namespace) -> int:
         describe,
         make_throughput_table,
         summary,
-        to_json,
         warnings,
     )
     from sgl_blend.bench.throughput import Outcome, ThroughputBench
+    from sgl_blend.evaluation.report import to_json
 
     settings = make_throughput_settings(args)
     traffic = settings.traffic

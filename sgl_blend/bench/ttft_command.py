@@ -85,8 +85,9 @@ def run_ttft(args: argparse.Namespace) -> int:
     check_common(args)
     from rich.console import Console
 
-    from sgl_blend.bench.report import TtftReport, describe, errors, make_ttft_table, to_json
+    from sgl_blend.bench.report import TtftReport, describe, errors, make_ttft_table
     from sgl_blend.bench.ttft import TtftRow, measure_ttft
+    from sgl_blend.evaluation.report import to_json
 
     settings = make_ttft_settings(args)
     num_rows = len(settings.cases) * len(settings.ratios)

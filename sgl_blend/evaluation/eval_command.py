@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,7 +91,13 @@ def run_eval(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sgl_blend.evaluation.evaluate import evaluate
-    from sgl_blend.evaluation.report import DataFile, make_table, to_json, warnings
+    from sgl_blend.evaluation.report import (
+        DataFile,
+        command_line,
+        make_table,
+        to_json,
+        warnings,
+    )
 
     check_limit(args.limit)
     items = read_items(args.data, args.format, args.limit)
@@ -102,7 +107,7 @@ def run_eval(args: argparse.Namespace) -> int:
         report = evaluate(settings, items, watch)
     report = replace(
         report,
-        command=shlex.join(["sgl-blend", *args.argv]),
+        command=command_line(args.argv),
         data=DataFile(
             file=args.data.name, sha256=hashlib.sha256(args.data.read_bytes()).hexdigest()
         ),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -53,7 +54,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 def make_report(model_path: str, rows: list[Row]) -> Report:
     """Put rows together with what they were measured on."""
     return Report(
-        model=model_path,
+        model=without_folders(model_path),
         rows=rows,
         command=None,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -63,9 +64,20 @@ def make_report(model_path: str, rows: list[Row]) -> Report:
     )
 
 
-def to_json(report: Report) -> bytes:
-    """Return the report as indented JSON."""
+def to_json(report: msgspec.Struct) -> bytes:
+    """Return a report as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """Return a command as it may be published; argv is what stands behind ``sgl-blend``."""
+    return shlex.join(["sgl-blend", *map(without_folders, argv)])
+
+
+def without_folders(word: str) -> str:
+    """Return a word of a command line with the last part alone of an absolute path."""
+    name, equals, value = word.rpartition("=")
+    return f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
 
 
 def describe_machine() -> Machine:
