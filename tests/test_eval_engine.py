@@ -116,6 +116,7 @@ def test_the_report_says_what_was_run(written: dict[str, Any], data: Path) -> No
     import hashlib
 
     assert written["command"].startswith("sgl-blend eval --model-path ")
+    assert str(data.parent) not in written["command"] + written["model"]
     assert written["data"]["file"] == "items.jsonl"
     assert written["data"]["sha256"] == hashlib.sha256(data.read_bytes()).hexdigest()
 

@@ -2,8 +2,9 @@
 
     python tools/gpu_run.py 1 --out build/gpu      # correct? kernels, real SGLang, laws in bfloat16
     python tools/gpu_run.py 2 --out build/gpu      # fast? time to first token, where it goes
-    python tools/gpu_run.py 3 --out build/gpu      # under load: throughput, long prompts, blend off
-    python tools/gpu_run.py 1 2 3 --tiny           # the same steps, small, on a CPU
+    python tools/gpu_run.py 3 --out build/gpu      # under load: throughput
+    python tools/gpu_run.py 4 --out build/gpu      # FlashInfer: right? faster? compiles for minutes
+    python tools/gpu_run.py 1 2 3 4 --tiny         # the same steps, small, on a CPU
 
 Each step is a command of its own with a time limit and a log; a step that fails does not stop the
 others. Last comes a table; the exit status is 1 if a step failed. benchmarks/gpu_todo.md says how a
@@ -87,8 +88,8 @@ def steps(part: int, out: Path, *, tiny: bool) -> list[Step]:
             Step("no-sync", [*PYTEST, "tests/test_no_sync.py"], 120, engine),
             Step("verify-bf16", verify, 240),
         ]
+    ratios = ["--ratios", "0.15" if tiny else "0,0.15,1"]
     if part == 2:
-        ratios = ["--ratios", "0.15" if tiny else "0,0.15,1"]
         long = "400" if tiny else "16k"
         return [
             bench("ttft", "ttft-paper", "--lengths", short, *small, *ratios, *quick),
@@ -98,8 +99,15 @@ def steps(part: int, out: Path, *, tiny: bool) -> list[Step]:
         ]
     seconds = ["--seconds", "2", "--rates", "1"] if tiny else ["--seconds", "10"]
     documents = ["--documents", "6", "--chunks", "4"] if tiny else []
-    flags = [*seconds, *documents, *small, "--blocks", "1"]
-    return [bench("throughput", "throughput", *flags, limit_s=560)]
+    if part == 3:
+        flags = [*seconds, *documents, *small, "--blocks", "1"]
+        return [bench("throughput", "throughput", *flags, limit_s=560)]
+    chosen = [] if tiny else ["--blend-arg=blend-attention=flashinfer"]
+    return [
+        Step("flashinfer-tests", [*PYTEST, "tests/test_ragged_attention_flashinfer.py"], 400),
+        bench("kernels", "kernels-flashinfer", "--compile-flashinfer", limit_s=400),
+        bench("ttft", "ttft-flashinfer", "--lengths", short, *small, *ratios, *quick, *chosen),
+    ]
 
 
 def run(step: Step, out: Path) -> tuple[str, float]:
@@ -123,7 +131,7 @@ def run(step: Step, out: Path) -> tuple[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Check and time everything on a GPU.")
-    parser.add_argument("parts", nargs="+", type=int, choices=(1, 2, 3))
+    parser.add_argument("parts", nargs="+", type=int, choices=(1, 2, 3, 4))
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a try on a CPU")
     parser.add_argument("--only", help="comma-separated names of steps")
