@@ -225,6 +225,7 @@ class FlashInferRagged:
             jit_args=jit_args(backend, heads),
             jit_kwargs={"use_logits_soft_cap": False},
         )
+        self._plan_buffers = _PlanBuffers(device)
 
     def plan(
         self,
@@ -249,6 +250,7 @@ class FlashInferRagged:
         """
         if dtype != self._heads.dtype:
             raise ValueError(f"q: expected {self._heads.dtype}, got {dtype}")
+        self._plan_buffers.lend(self._wrapper)
         lengths = [slots.numel() for slots in kv_slots]
         starts = list(itertools.accumulate(lengths, initial=0))
         slots = torch.cat(list(kv_slots)).to(torch.int32)
@@ -270,6 +272,7 @@ class FlashInferRagged:
                 _host(first_row), _host(starts), slots, _host([1] * len(num_rows)), *shape,
                 packed_custom_mask=self._mask, causal=False, **types,
             )  # fmt: skip
+        self._plan_buffers.take_back()
         return FlashInferPlan(positions.to(torch.int32))
 
     def run(
@@ -287,6 +290,40 @@ class FlashInferRagged:
             pools = k_pool.unsqueeze(1), v_pool.unsqueeze(1)  # pages of one slot
             self._wrapper.run(q, pools, plan.positions, scale, out=out)
         return out
+
+
+class _PlanBuffers:
+    """Pinned host memory for plans: one is written only when the device has read its last plan.
+
+    A wrapper owns one such buffer, writes it on the host and queues a copy to the device. That is
+    safe where every plan stands at the head of a forward, behind the sampling of the one before. Ours
+    stand in the middle, several in one forward under a gradual policy, and the host runs ahead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_cuda = device.type == "cuda"
+        self._used: list[tuple[torch.Tensor, Any]] = []
+        self._lent: torch.Tensor | None = None
+
+    def lend(self, wrapper: Any) -> None:
+        """Give the wrapper a buffer that nobody reads any more."""
+        if not self._on_cuda:
+            return
+        free = [i for i, (_, was_read) in enumerate(self._used) if was_read.query()]
+        if free:
+            buffer, _ = self._used.pop(free[0])
+        else:
+            buffer = torch.empty_like(wrapper._pin_memory_int_workspace_buffer, pin_memory=True)
+        wrapper._pin_memory_int_workspace_buffer = self._lent = buffer
+
+    def take_back(self) -> None:
+        """Note what was lent, and when the device will have read it."""
+        if self._lent is not None:
+            make_event: Any = torch.cuda.Event  # torch does not say its types
+            was_read = make_event()
+            was_read.record()
+            self._used.append((self._lent, was_read))
+            self._lent = None
 
 
 @dataclass(frozen=True, slots=True)

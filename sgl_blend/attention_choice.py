@@ -95,6 +95,8 @@ def _start_flashinfer(
 
 def _seconds(kernel: RaggedKernel, pools: LayerPools, num_heads: int, dtype: torch.dtype) -> float:
     """Return the median time of one layer of the trial; a kernel that fails takes for ever."""
+    from triton.errors import TritonError  # such as a tile that does not fit; no RuntimeError
+
     k, v = pools.k[0], pools.v[0]
     length = min(_TRIAL_POSITIONS, k.shape[0] - 1)
     slots = torch.arange(1, length + 1, device=k.device)
@@ -107,6 +109,6 @@ def _seconds(kernel: RaggedKernel, pools: LayerPools, num_heads: int, dtype: tor
     try:
         plan: Any = kernel.plan(positions, [len(positions)], [slots], dtype)
         return median_seconds(attend, k.device, _REPEATS)
-    except RuntimeError as err:
+    except (RuntimeError, TritonError) as err:
         logger.warning("sgl-blend: attention by %s fails on this machine: %s", kernel.name, err)
         return math.inf

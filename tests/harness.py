@@ -321,8 +321,8 @@ class Driver:
         layers = range(self.scheduler.model_config.num_hidden_layers)
         return [
             (
-                pool.get_key_buffer(i)[match.slots].clone(),
-                pool.get_value_buffer(i)[match.slots].clone(),
+                pool.get_key_buffer(i)[match.slots].cpu(),
+                pool.get_value_buffer(i)[match.slots].cpu(),
             )
             for i in layers
         ]

@@ -51,4 +51,5 @@ def _attention(driver: Driver) -> str:
 
 @pytest.mark.engine
 def test_the_server_says_which_one_it_took(start_engine: StartEngine) -> None:
-    assert start_engine().call(_attention) == "torch"
+    kernels = ("triton", "flashinfer") if torch.cuda.is_available() else ("torch",)
+    assert start_engine().call(_attention) in kernels

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,8 +141,22 @@ def test_queries_of_another_dtype_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_it_is_softmax_attention_under_a_mask_by_position(
     counts: list[int], backend: Backend
 ) -> None:
-    case = make_case(counts, head_dim=64).to(BF16).on(DEVICE)
+    case = make_case(counts, head_dim=128).to(BF16).on(DEVICE)
 
-    got = case.run(FlashInferRagged(backend, HEADS, DEVICE))
+    got = case.run(FlashInferRagged(backend, replace(HEADS, head_dim=128), DEVICE))
 
     assert_as_good_as(got, dense(case, BF16), dense(case, torch.float64), slack=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(MISSING, reason="needs FlashInfer")
+@pytest.mark.parametrize("backend", ["fa2", "fa3"])
+def test_a_plan_that_is_still_on_its_way_to_the_device_is_not_overwritten(backend: Backend) -> None:
+    cases = [make_case([count], head_dim=128).to(BF16).on(DEVICE) for count in (200, 1, 77)]
+    kernel = FlashInferRagged(backend, replace(HEADS, head_dim=128), DEVICE)
+
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    found = [case.run(kernel) for case in cases]
+
+    for case, got in zip(cases, found, strict=True):
+        assert_as_good_as(got, dense(case, BF16), dense(case, torch.float64), slack=2)

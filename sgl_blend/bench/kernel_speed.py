@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from triton.errors import TritonError
 
 from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 _L2_BYTES = 256 << 20
 """More than any L2."""
+_HEAD_START_CYCLES = 1_000_000
+"""About half a millisecond in which the host launches ahead: what is timed is the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,15 @@ class Speed:
     share: float
 
 
-def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = False) -> list[Speed]:
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What was measured, and one sentence for each kernel that failed."""
+
+    rows: list[Speed]
+    errors: list[str]
+
+
+def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = False) -> Speeds:
     """Time every kernel.
 
     Args:
@@ -129,21 +140,25 @@ def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = Fa
             compiled; they are left out otherwise.
 
     Returns:
-        One row per shape and kernel.
+        One row or error per shape and kernel.
 
     Raises:
         ValueError: A shape is not known.
     """
     place = torch.device(device)
     label = torch.cuda.get_device_name(place) if place.type == "cuda" else device
-    found = []
+    found = Speeds([], [])
     for name in shapes:
         if name not in SHAPES:
             raise ValueError(f"shapes: expected some of {', '.join(SHAPES)}, got {name!r}")
         shape = SHAPES[name]
         roof = measure_roof(place, shape.dtype)
         for work in works(shape, place, compile_flashinfer=compile_flashinfer):
-            seconds = time_call(work.call, place)
+            try:
+                seconds = time_call(work.call, place)
+            except (RuntimeError, TritonError) as err:
+                found.errors.append(f"{work.kernel}, {name}: {str(err).splitlines()[0]}")
+                continue
             roof_s = max(work.num_bytes / roof.bytes_per_s, work.num_flop / roof.flop_per_s)
             speed = Speed(
                 kernel=work.kernel,
@@ -156,7 +171,7 @@ def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = Fa
                 roof_ms=roof_s * 1e3,
                 share=roof_s / seconds,
             )
-            found.append(speed)
+            found.rows.append(speed)
     return found
 
 
@@ -192,6 +207,7 @@ def _time_on_cuda(call: Callable[[], Any], device: torch.device, repetitions: in
     spans = []
     for _ in range(repetitions):
         clear.zero_()
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         start, stop = (make_event(enable_timing=True) for _ in range(2))
         start.record()
         call()

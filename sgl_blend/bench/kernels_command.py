@@ -12,7 +12,7 @@ from sgl_blend.evaluation.arguments import check_outputs, check_packages, list_o
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sgl_blend.bench.report import KernelsReport
+    from sgl_blend.bench.kernel_speed import Speed
 
 
 def add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -49,41 +49,46 @@ def run_kernels(args: argparse.Namespace) -> int:
     check_packages("bench", packages, extra="bench")
     check_outputs(path for path in (args.json, args.plot) if path is not None)
     import torch
+    from rich.console import Console
 
     from sgl_blend.bench.kernel_speed import measure
     from sgl_blend.bench.report import KernelsReport, describe_run
     from sgl_blend.evaluation.report import to_json
 
+    console = Console(stderr=True)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     shapes = args.shapes or (["tiny"] if device == "cpu" else ["8b-8k", "8b-32k"])
     try:
-        rows = measure(device, shapes, compile_flashinfer=args.compile_flashinfer)
+        speeds = measure(device, shapes, compile_flashinfer=args.compile_flashinfer)
     except (ValueError, RuntimeError) as err:
         raise CommandError(f"bench kernels: {str(err).splitlines()[0]}") from err
-    report = KernelsReport(circumstances=describe_run(args.argv), rows=rows)
-    output_console().print(_make_table(report))
+    report = KernelsReport(circumstances=describe_run(args.argv), speeds=speeds)
+    if speeds.rows:
+        output_console().print(_make_table(speeds.rows))
+    for sentence in speeds.errors:
+        console.print(f"error: {sentence}", style="red", markup=False, highlight=False)
     if args.json is not None:
         args.json.write_bytes(to_json(report))
-    if args.plot is not None:
+    if args.plot is not None and speeds.rows:
         from sgl_blend.bench.plot import draw_kernels
 
         draw_kernels(report, args.plot)
-    return 0
+    return 1 if speeds.errors else 0
 
 
-def _make_table(report: KernelsReport) -> Table:
+def _make_table(rows: list[Speed]) -> Table:
     from rich import box
     from rich.table import Table
 
     table = Table(
-        title=f"{report.rows[0].device}: median times; share of the time the roof allows",
+        title=f"{rows[0].device}: median times; share of the time the roof allows",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("kernel", no_wrap=True)
     for name in ("shape", "ms", "MB", "GFLOP", "GB/s", "TFLOP/s", "roof ms", "share"):
         table.add_column(name, justify="right", no_wrap=True)
-    for row in report.rows:
+    for row in rows:
         seconds = row.ms / 1e3
         table.add_row(
             row.kernel,

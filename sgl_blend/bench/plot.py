@@ -99,11 +99,12 @@ def draw_kernels(report: KernelsReport, path: Path) -> None:
         path: File to write; the ending decides the format.
     """
     figure, (axes,) = _make_panels(1)
-    kernels = list(dict.fromkeys(row.kernel for row in report.rows))
-    shapes = list(dict.fromkeys(row.shape for row in report.rows))
+    found = report.speeds.rows
+    kernels = list(dict.fromkeys(row.kernel for row in found))
+    shapes = list(dict.fromkeys(row.shape for row in found))
     height = 0.8 / len(shapes)
     for number, shape in enumerate(shapes):
-        rows = [row for row in report.rows if row.shape == shape]
+        rows = [row for row in found if row.shape == shape]
         places = [kernels.index(row.kernel) + number * height for row in rows]
         bars = axes.barh(places, [row.share for row in rows], height, label=shape)
         axes.bar_label(bars, [f"{row.ms:.3g} ms" for row in rows], padding=2, fontsize="small")
@@ -112,7 +113,7 @@ def draw_kernels(report: KernelsReport, path: Path) -> None:
     axes.margins(x=0.2)
     _label(axes, "share of the roof", "")
     axes.legend(fontsize="small")
-    figure.suptitle(report.rows[0].device)
+    figure.suptitle(found[0].device)
     figure.savefig(path, dpi=150)
 
 

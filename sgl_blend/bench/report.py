@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgl_blend.bench.kernel_speed import Speed
+from sgl_blend.bench.kernel_speed import Speeds
 from sgl_blend.bench.pair import NAMES, Pair
 from sgl_blend.bench.throughput import Load, Outcome
 from sgl_blend.bench.ttft import TtftRow
@@ -93,10 +93,10 @@ class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KernelsReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of ``bench kernels``."""
+    """What ``bench kernels`` found."""
 
     circumstances: Origin
-    rows: list[Speed]
+    speeds: Speeds
 
 
 def describe(argv: Sequence[str], model: str, pair: Pair) -> Circumstances:

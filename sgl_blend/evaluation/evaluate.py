@@ -37,6 +37,8 @@ class Settings:
         batch_size: Prompts sent at once.
         seed: Of the bootstrap.
         engine_args: Further keyword arguments of ``sglang.Engine``.
+        judge_answers: Compare answers with what is right; otherwise only distributions are compared,
+            and accuracy, F1 and Rouge-L are NaN.
     """
 
     model_path: str
@@ -49,6 +51,7 @@ class Settings:
     batch_size: int = 16
     seed: int = 0
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+    judge_answers: bool = True
 
     def ways(self) -> list[Way]:
         """Return every way once, those of one server together, full prefill not among them."""
@@ -190,7 +193,9 @@ class _Run:
 
     def _score(self, way: Way, batch: slice, answers: Sequence[Answer]) -> None:
         self.scores[way] += [
-            score_answer(item, answer, full, self._shape.vocab_size)
+            score_answer(
+                item, answer, full, self._shape.vocab_size, judge=self._settings.judge_answers
+            )
             for item, answer, full in zip(
                 self._items[batch], answers, self._full[batch], strict=True
             )

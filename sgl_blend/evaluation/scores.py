@@ -1,5 +1,6 @@
 """From answers to one row of the table."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ FULL = Way("full", 1.0, None, None)
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How one item was answered.
+    """How one item was answered; what is right is NaN if the answer was not judged.
 
     Attributes:
         right: 1 if the answer is right, else 0.
@@ -85,12 +86,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Accuracy by the items' kind."""
 
 
-def score_answer(item: Item, answer: Answer, full: Answer, vocab_size: int) -> Score:
-    """Score one answer against what is right and against full prefill."""
+def score_answer(
+    item: Item, answer: Answer, full: Answer, vocab_size: int, *, judge: bool = True
+) -> Score:
+    """Score one answer against full prefill and, if it is to be judged, against what is right."""
     return Score(
-        right=exact_match(answer.text, item.answers),
-        f1=token_f1(answer.text, item.answers),
-        rouge_l=rouge_l(answer.text, item.answers),
+        right=exact_match(answer.text, item.answers) if judge else math.nan,
+        f1=token_f1(answer.text, item.answers) if judge else math.nan,
+        rouge_l=rouge_l(answer.text, item.answers) if judge else math.nan,
         kl=kl_divergence(full.first, answer.first, vocab_size),
         agrees=float(answer.first.chosen == full.first.chosen),
         report=answer.report,

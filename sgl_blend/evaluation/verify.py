@@ -178,6 +178,7 @@ def verify(plan: Plan, watch: Watch | None = None) -> Verdict:
         templates=plan.templates,
         max_new_tokens=1,
         engine_args=plan.engine_args,
+        judge_answers=False,
     )
     settings.check()
     exactness = measure_exactness(plan, settings)

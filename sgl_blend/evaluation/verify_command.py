@@ -65,7 +65,7 @@ def run_verify(args: argparse.Namespace) -> int:
     Raises:
         BlendError: Something in it cannot be used; the message says what.
     """
-    check_packages("verify", ("numpy", "rich", "sglang", "transformers", "rouge_score"))
+    check_packages("verify", ("numpy", "rich", "sglang", "transformers"))
     check_outputs(path for path in (args.json, args.profile) if path is not None)
     from rich.console import Console
 
