@@ -1,5 +1,6 @@
 """From answers to a row: shares, breakdowns and differences worked out by hand."""
 
+import math
 from typing import Any
 
 import msgspec
@@ -52,6 +53,20 @@ def test_an_answer_is_scored_against_what_is_right_and_against_full_prefill() ->
     assert scored.kl == pytest.approx(0.5 * np.log(3))
     same = score_answer(item(), full, full, 2)
     assert (same.right, same.f1, same.rouge_l, same.kl, same.agrees) == (1.0, 1.0, 1.0, 0.0, 1.0)
+
+
+def test_an_answer_that_nobody_judges_needs_no_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("sgl_blend.evaluation.scores.rouge_l")
+    full, other = answer("", 0, [0.75, 0.25]), answer("", 1, [0.25, 0.75])
+
+    scored = score_answer(item(), other, full, 2, judge=False)
+    row = make_row(HKVD, [item()], [scored], [scored], num_layers=4, seed=0)
+
+    assert math.isnan(row.accuracy)
+    assert math.isnan(row.f1)
+    assert math.isnan(row.rouge_l)
+    assert row.kl == pytest.approx(0.5 * np.log(3))
+    assert msgspec.json.decode(msgspec.json.encode(row))["accuracy"] is None
 
 
 def test_shares_count_tokens_and_layers_over_all_requests() -> None:
