@@ -125,19 +125,35 @@ def rotate_keys(
     """
     num_tokens, _, head_dim = k.shape
     check_rotation(cos, sin, num_tokens, head_dim)
-    half = cos.shape[-1]
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    still = (cos == 1) & (sin == 0)
     out = k.clone()
-    rotary = out[..., : 2 * half]
+    _turn(out, _Turn.of(cos, sin), neox=neox)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A rotation as it meets keys [n, heads, pairs]: cos, sin, and where it changes nothing."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    still: torch.Tensor
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor) -> "_Turn":
+        cos, sin = cos[:, None, :], sin[:, None, :]
+        return cls(cos, sin, (cos == 1) & (sin == 0))
+
+
+def _turn(keys: torch.Tensor, turn: _Turn, *, neox: bool) -> None:
+    """Rotate keys in place."""
+    rotary = keys[..., : 2 * turn.cos.shape[-1]]
     x, y = rotary.tensor_split(2, dim=-1) if neox else (rotary[..., 0::2], rotary[..., 1::2])
-    round_to = _rounding(k.dtype)
+    round_to = _rounding(keys.dtype)
     wide_x, wide_y = x.float(), y.float()
-    new_x = torch.where(still, x, round_to(wide_x * cos - wide_y * sin))
-    new_y = torch.where(still, y, round_to(wide_y * cos + wide_x * sin))
+    new_x = torch.where(turn.still, x, round_to(wide_x * turn.cos - wide_y * turn.sin))
+    new_y = torch.where(turn.still, y, round_to(wide_y * turn.cos + wide_x * turn.sin))
     x.copy_(new_x)
     y.copy_(new_y)
-    return out
 
 
 def check_rotation(cos: torch.Tensor, sin: torch.Tensor, num_tokens: int, head_dim: int) -> None:
@@ -161,35 +177,6 @@ def _rounding(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda wide: wide.to(dtype)
 
 
-def copy_rotated(
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    source_slots: torch.Tensor,
-    dest_slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    neox: bool,
-) -> None:
-    """Gather KV at source slots, rotate the keys, scatter both to dest slots, in place.
-
-    Args:
-        k_pool: [num_slots, num_kv_heads, head_dim], one layer of the paged pool.
-        v_pool: [num_slots, num_kv_heads, v_head_dim].
-        source_slots: int64 [num_tokens].
-        dest_slots: int64 [num_tokens], disjoint from source_slots and without repeats.
-        cos: float32 [num_tokens, rotary_dim / 2], from delta_rope_tables.
-        sin: float32, same shape as cos.
-        neox: See rotate_keys.
-
-    Raises:
-        ValueError: The slot lists differ in length.
-    """
-    check_tensor("dest_slots", dest_slots, shape=(source_slots.shape[0],))
-    k_pool[dest_slots] = rotate_keys(k_pool[source_slots], cos, sin, neox=neox)
-    v_pool[dest_slots] = v_pool[source_slots]
-
-
 def copy_rotated_layers(
     pools: LayerPools,
     layers: range,
@@ -200,7 +187,9 @@ def copy_rotated_layers(
     *,
     neox: bool,
 ) -> None:
-    """Do what copy_rotated does in every layer of a range, in place; one launch on CUDA.
+    """Gather KV at source slots, rotate the keys, scatter both to dest slots, in a range of layers.
+
+    In place, and one launch on CUDA.
 
     Args:
         pools: The pools of all layers.
@@ -244,5 +233,17 @@ def _copy_rotated_layers_torch(
     sin: torch.Tensor,
     neox: bool,
 ) -> None:
+    turn = _Turn.of(cos, sin)
+    turns = not bool(turn.still.all())  # no wait: these tensors are the host's own
     for layer in layers:
-        copy_rotated(pools.k[layer], pools.v[layer], source_slots, dest_slots, cos, sin, neox=neox)
+        keys = pools.k[layer].index_select(0, source_slots)
+        if turns:
+            _turn(keys, turn, neox=neox)
+        _scatter(pools.k[layer], dest_slots, keys)
+        _scatter(pools.v[layer], dest_slots, pools.v[layer].index_select(0, source_slots))
+
+
+def _scatter(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    if pool.dtype in _FP8:  # for which torch has no index_copy_
+        pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
+    pool.index_copy_(0, slots, rows)

@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.rotary_embedding import get_rope
 
-from sgl_blend.kernels.delta_rope import copy_rotated, delta_rope_tables, rotate_keys
+from sgl_blend.kernels.delta_rope import (
+    LayerPools,
+    copy_rotated_layers,
+    delta_rope_tables,
+    rotate_keys,
+)
 from support import assert_as_good_as, rms_error
 
 MAX_POSITION = 40_000
@@ -251,7 +256,8 @@ def test_copying_rotates_keys_copies_values_and_touches_no_other_slot() -> None:
     k_before, v_before = k_pool.clone(), v_pool.clone()
     cos, sin = delta_rope_tables(rope.cos_sin_cache, torch.arange(20), torch.arange(500, 520))
 
-    copy_rotated(k_pool, v_pool, source, dest, cos, sin, neox=True)
+    pools = LayerPools((k_pool,), (v_pool,))
+    copy_rotated_layers(pools, range(1), source, dest, cos, sin, neox=True)
 
     assert torch.equal(k_pool[dest], rotate_keys(k_before[source], cos, sin, neox=True))
     assert torch.equal(v_pool[dest], v_before[source])
@@ -265,7 +271,8 @@ def test_copying_nothing_changes_nothing() -> None:
     before = k_pool.clone()
     nowhere, table = torch.empty(0, dtype=torch.int64), torch.empty(0, HEAD_DIM // 2)
 
-    copy_rotated(k_pool, v_pool, nowhere, nowhere, table, table, neox=True)
+    pools = LayerPools((k_pool,), (v_pool,))
+    copy_rotated_layers(pools, range(1), nowhere, nowhere, table, table, neox=True)
 
     assert torch.equal(k_pool, before)
 
@@ -295,5 +302,7 @@ def test_more_rotary_dimensions_than_the_head_has_are_refused() -> None:
 
 def test_slot_lists_of_different_lengths_are_refused() -> None:
     pool, table = torch.zeros(8, 1, 16), torch.ones(3, 8)
+    source, dest = torch.arange(3), torch.arange(3, 5)
+    pools = LayerPools((pool,), (pool,))
     with pytest.raises(ValueError, match=r"^dest_slots: expected shape \(3,\), got \(2,\)$"):
-        copy_rotated(pool, pool, torch.arange(3), torch.arange(3, 5), table, 0 * table, neox=True)
+        copy_rotated_layers(pools, range(1), source, dest, table, 0 * table, neox=True)
