@@ -8,6 +8,7 @@ On CUDA the Triton kernels run, with L2 cleared before each call, and FlashInfer
 them; elsewhere the torch references.
 """
 
+import functools
 import logging
 import statistics
 import time
@@ -324,12 +325,13 @@ def _attention_work(
     positions = torch.cat([taken.sort().values, question])
     num_rows = positions.numel()
     q = torch.randn(num_rows, shape.num_heads, shape.head_dim, device=device, dtype=shape.dtype)
-    plan = kernel.plan(positions, [num_rows], [own], shape.dtype)
+    # In the first call, where it may fail like everything else.
+    plan = functools.cache(lambda: kernel.plan(positions, [num_rows], [own], shape.dtype))
     scale = shape.head_dim**-0.5
     seen = int((positions + 1).sum())
     return Work(
         f"ragged_attention ({label})",
-        lambda: kernel.run(q, k_pool, v_pool, plan, scale=scale),
+        lambda: kernel.run(q, k_pool, v_pool, plan(), scale=scale),
         2 * q.nbytes + 2 * shape.num_tokens * shape.kv_row_bytes,
         4 * shape.num_heads * shape.head_dim * seen,
     )
