@@ -14,6 +14,7 @@ from sgl_blend.kernels.ragged_attention_flashinfer import (
     Backend,
     FlashInferRagged,
     HeadLayout,
+    _PlanBuffers,
     jit_args,
     modules,
 )
@@ -132,6 +133,40 @@ def test_queries_of_another_dtype_are_refused(monkeypatch: pytest.MonkeyPatch) -
     kernel, _ = make_kernel(monkeypatch, "fa2")
     with pytest.raises(ValueError, match=r"^q: expected torch\.bfloat16, got torch\.float16$"):
         kernel.plan(torch.arange(1), [1], [torch.arange(1)], torch.float16)
+
+
+def test_a_buffer_is_written_again_only_when_the_device_has_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: set[int] = set()
+
+    class Event:
+        def __init__(self) -> None:
+            self.number = -1
+
+        def record(self) -> None:
+            self.number = len(lent) - 1
+
+        def query(self) -> bool:
+            return self.number in read
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "empty_like", lambda like, pin_memory: like.clone())
+    wrapper = SimpleNamespace(_pin_memory_int_workspace_buffer=torch.zeros(8))
+    buffers = _PlanBuffers(torch.device("cuda"))
+    lent: list[int] = []
+
+    def plan() -> int:
+        buffers.lend(wrapper)
+        lent.append(wrapper._pin_memory_int_workspace_buffer.data_ptr())
+        buffers.take_back()
+        return lent[-1]
+
+    first, second = plan(), plan()
+    assert first != second
+    read.add(0)
+    assert plan() == first
+    assert plan() not in (first, second)
 
 
 @pytest.mark.gpu
