@@ -466,7 +466,8 @@ def test_ttft_end_to_end(tmp_path: Path) -> None:
             assert found[f"{name}_ttft_s"] == statistics.median(map(statistics.median, times))
         low, high = found["speedup_ci95"]
         assert 0 < low <= found["speedup"] <= high
-    assert "--blend-when always" in report["printed"]
+    # A title may break anywhere.
+    assert "--blend-when always" in " ".join(report["printed"].split())
 
 
 @pytest.mark.engine

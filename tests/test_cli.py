@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tiny_models import NUM_LAYERS, make_model
 
 from sgl_blend.cli import main
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import CommandError
+from sgl_blend.evaluation.arguments import print_line
 from sgl_blend.evaluation.evaluate import Settings
 
 LINE = json.dumps({"chunks": ["a"], "question": "?", "answer": "b"})
@@ -178,3 +180,9 @@ def test_the_help_needs_none_of_the_packages() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "--build-prefixes" in done.stdout
+
+
+def test_a_sentence_is_one_line_however_long(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = "gain in throughput [at equal TTFT]" + 30 * " not known"
+    print_line(Console(width=40), sentence)
+    assert capsys.readouterr().out == sentence + "\n"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from sgl_blend.bench.shapes import SHAPES, Shape, write_shape
 from sgl_blend.config import BlendConfig, check_policy
 from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.arguments import check_outputs, check_packages
+from sgl_blend.evaluation.arguments import check_outputs, check_packages, print_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -129,7 +129,7 @@ def servers(settings: ServerSettings, logs: Path, console: Console) -> Iterator[
     from sgl_blend.bench.server import ServerError
 
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    console.print("starting the stock and the blending server ...", highlight=False)
+    print_line(console, "starting the stock and the blending server ...")
     try:
         with both(settings, logs) as pair:
             yield pair
@@ -165,7 +165,7 @@ def make_server_settings(
 def tell(console: Console, line: str) -> None:
     """Print a line where there is no bar."""
     if not console.is_terminal:
-        console.print(line, highlight=False)
+        print_line(console, line)
 
 
 def check_fits(shape: Shape, num_tokens: int) -> None:

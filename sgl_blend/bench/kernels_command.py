@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.arguments import check_outputs, check_packages, list_of, output_console
+from sgl_blend.evaluation.arguments import (
+    check_outputs,
+    check_packages,
+    list_of,
+    output_console,
+    print_line,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,7 +72,7 @@ def run_kernels(args: argparse.Namespace) -> int:
     if speeds.rows:
         output_console().print(_make_table(speeds.rows))
     for sentence in speeds.errors:
-        console.print(f"error: {sentence}", style="red", markup=False, highlight=False)
+        print_line(console, f"error: {sentence}", "red")
     if args.json is not None:
         args.json.write_bytes(to_json(report))
     if args.plot is not None and speeds.rows:

@@ -21,7 +21,7 @@ from sgl_blend.bench.arguments import (
 from sgl_blend.bench.shapes import read_shape
 from sgl_blend.config import BlendConfig, check_ratio
 from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.arguments import list_of, output_console, progress
+from sgl_blend.evaluation.arguments import list_of, output_console, print_line, progress
 
 if TYPE_CHECKING:
     from sgl_blend.bench.throughput import ThroughputSettings
@@ -128,9 +128,9 @@ def run_throughput(args: argparse.Namespace) -> int:
             bench = ThroughputBench(pair, settings, shape.vocab_size, watch, save)
             report = report_of(asyncio.run(bench.run()))
     output_console().print(make_throughput_table(report))
-    output_console().print(summary(report.outcome), markup=False, highlight=False)
+    print_line(output_console(), summary(report.outcome))
     for sentence in warnings(report.outcome):
-        console.print(f"warning: {sentence}", style="yellow", markup=False, highlight=False)
+        print_line(console, f"warning: {sentence}", "yellow")
     if args.plot is not None:
         from sgl_blend.bench.plot import draw_throughput
 

@@ -21,7 +21,7 @@ from sgl_blend.bench.cases import PAPER, make_cases
 from sgl_blend.bench.shapes import read_shape
 from sgl_blend.config import BlendConfig, check_ratio
 from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.arguments import list_of, output_console, progress
+from sgl_blend.evaluation.arguments import list_of, output_console, print_line, progress
 
 if TYPE_CHECKING:
     from sgl_blend.bench.ttft import TtftSettings
@@ -128,7 +128,7 @@ def run_ttft(args: argparse.Namespace) -> int:
     output_console().print(make_ttft_table(report))
     found = errors(report)
     for sentence in found:
-        console.print(f"error: {sentence}", style="red", markup=False, highlight=False)
+        print_line(console, f"error: {sentence}", "red")
     if args.plot is not None:
         from sgl_blend.bench.plot import draw_ttft
 

@@ -145,3 +145,8 @@ def output_console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else _TABLE_WIDTH)
+
+
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """Print a sentence as one line, however long, so that a log can be searched for it."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

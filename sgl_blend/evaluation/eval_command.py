@@ -15,6 +15,7 @@ from sgl_blend.evaluation.arguments import (
     check_packages,
     list_of,
     output_console,
+    print_line,
     progress,
     read_templates,
 )
@@ -114,7 +115,7 @@ def run_eval(args: argparse.Namespace) -> int:
     )
     output_console().print(make_table(report))
     for warning in warnings(report):
-        console.print(f"warning: {warning}", style="yellow", markup=False)
+        print_line(console, f"warning: {warning}", "yellow")
     if args.json is not None:
         args.json.write_bytes(to_json(report))
     if args.plot is not None:

@@ -15,6 +15,7 @@ from sgl_blend.evaluation.arguments import (
     check_packages,
     list_of,
     output_console,
+    print_line,
     progress,
     read_templates,
 )
@@ -140,7 +141,7 @@ def _print(verdict: Verdict, max_kl: float, console: Console) -> None:
         "verdict    this model may be blended" if verdict.refusal is None else verdict.refusal
     )
     for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line)
 
 
 def _describe(row: Row) -> str:
