@@ -50,7 +50,7 @@ def run_eval(
         command = [sys.executable, "-m", "sgl_blend", "eval"]
         command += ["--model-path", os.path.relpath(model, ROOT), "--data", str(items)]
         subprocess.run([*command, "--json", str(out), *flags], check=True, cwd=ROOT)
-        text = (ROOT / out).read_text()
+        text = (ROOT / out).read_text().replace(f"{folder}/", "build/")
     if json_file is not None:
         json_file.write_text(text)
     report: dict[str, Any] = json.loads(text)
