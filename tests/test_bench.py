@@ -488,4 +488,5 @@ def test_throughput_end_to_end(tmp_path: Path) -> None:
             assert 0 < load["ttft_p50_s"] <= load["ttft_p90_s"]
             assert load["completed_rate"] > 0
     assert max(point["blend"]["reused_share"] for point in outcome["points"]) > 0.1
-    assert "gain in throughput" in report["printed"]
+    (sentence,) = [line for line in report["printed"].splitlines() if line.startswith("Idle")]
+    assert "gain in throughput at equal TTFT" in sentence
