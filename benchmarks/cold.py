@@ -24,7 +24,6 @@ requests pays, builds included.
 
 import argparse
 import json
-import platform
 import random
 import statistics
 import sys
@@ -41,6 +40,7 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from material import Material, Recipe, prepare  # noqa: E402
 
 from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
+from sgl_blend.evaluation.report import describe_machine  # noqa: E402
 
 BOUNDS = {"cold": 0.05, "plain": 0.02, "short": 0.02}
 """Exit status 1 above these."""
@@ -225,7 +225,7 @@ def main() -> int:
                 print(name, flush=True)
                 found[name].append(compare(*servers, material, kind, args.pairs))
     results = {name: summarise(rounds) for name, rounds in found.items()}
-    facts = {"machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
+    facts = {"machine": str(describe_machine()), "date": time.strftime("%Y-%m-%d")}
     settings = {"environment": environment, "same": args.same}
     args.json.write_text(json.dumps({**facts, **settings, **results}, indent=1))
     for name, run in results.items():

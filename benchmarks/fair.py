@@ -15,8 +15,6 @@ than 2 % slower on the blending server.
 import argparse
 import asyncio
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -32,6 +30,7 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from material import Material, Recipe, prepare  # noqa: E402
 
 from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
+from sgl_blend.evaluation.report import describe_machine  # noqa: E402
 
 DOCUMENTS, CHUNKS, CHUNK_TOKENS, SYSTEM_TOKENS, QUESTION_TOKENS = 12, 3, 200, 60, 40
 BOUND = 1.02
@@ -131,7 +130,7 @@ def main() -> int:
     }
     ratio = p50["blend"]["plain"] / p50["stock"]["plain"]
     facts = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": str(describe_machine()),
         "date": time.strftime("%Y-%m-%d"),
         "command": f"benchmarks/fair.py --blocks {args.blocks} --seconds {args.seconds:g} "
         f"--rate {args.rate:g}",

@@ -17,8 +17,6 @@ Printed: the median ratio with its 95 % bootstrap interval. Exit status 1 if a m
 import argparse
 import concurrent.futures
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -34,6 +32,7 @@ from cold import measure  # noqa: E402
 from material import Material, Recipe, prepare  # noqa: E402
 
 from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
+from sgl_blend.evaluation.report import describe_machine  # noqa: E402
 
 WITHOUT = ("SGLANG_PLUGINS=sgl_blend_cpu",)
 PROMPT_TOKENS = 700
@@ -122,7 +121,7 @@ def main() -> int:
         for kind, r in found.items()
     }
     facts = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "machine": str(describe_machine()),
         "date": time.strftime("%Y-%m-%d"),
         "command": f"benchmarks/off.py --rounds {args.rounds} --pairs {args.pairs}",
     }

@@ -27,7 +27,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import re
 import statistics
 import time
@@ -38,6 +37,7 @@ import httpx
 from soak_traffic import KINDS, Tally, Traffic
 
 from sgl_blend.bench.server import Server, running
+from sgl_blend.evaluation.report import describe_machine
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "tinyrag" / "model"
@@ -181,7 +181,7 @@ def main() -> int:
             print(f"the server is gone after {time.monotonic() - start:.0f} s: {err!r}")
             return 1
         command = blend.command
-    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    machine = str(describe_machine())
     args.json.write_text(
         json.dumps({"command": command, "machine": machine, **found}, indent=2) + "\n"
     )

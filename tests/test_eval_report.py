@@ -9,7 +9,14 @@ import msgspec
 from rich.console import Console
 
 from sgl_blend.evaluation.plot import draw, group_lines
-from sgl_blend.evaluation.report import Report, make_report, make_table, to_json, warnings
+from sgl_blend.evaluation.report import (
+    Machine,
+    Report,
+    make_report,
+    make_table,
+    to_json,
+    warnings,
+)
 from sgl_blend.evaluation.scores import Row
 
 FIXED_NAMES = {
@@ -73,6 +80,11 @@ def test_the_json_says_where_it_comes_from() -> None:
     assert written["machine"]["cores"] >= 1
     assert written["machine"]["processor"]
     assert written["date"].endswith("+00:00")
+
+
+def test_a_machine_is_named_in_one_line() -> None:
+    assert str(Machine(processor="X 1", gpu=None, cores=2)) == "X 1, 2 cores"
+    assert str(Machine(processor="X 1", gpu="H200", cores=16)) == "H200, X 1, 16 cores"
 
 
 def test_the_json_is_read_back_as_it_was() -> None:

@@ -38,6 +38,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str | None
     cores: int
 
+    def __str__(self) -> str:
+        """Return it as benchmarks name it; the GPU, where there is one, is named first."""
+        return ", ".join(filter(None, [self.gpu, self.processor, f"{self.cores} cores"]))
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """All rows, and how they came about; command and data are null without the command line."""
