@@ -10,8 +10,6 @@ looked up as at admission, among them some whose chunks are missing or only begi
 Printed and written: intake (markers, identities) and lookup (all matches and the plan), p50 and p99
 in milliseconds, and the bytes of metadata that sgl-blend holds per protected chunk. A fixed piece of
 arithmetic is timed after every lookup: how far its p99 lies above its p50 is the machine's own doing.
-As in the other benchmarks here, glibc keeps the memory it has (KEEP_MEMORY): a lookup on a CPU would
-else fault the pages of its slots in, every second time.
 Exit status 1 if the p99 of a lookup is not below 1 ms.
 """
 
@@ -19,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
@@ -37,7 +34,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 from harness import Driver, Engine, Prompt  # noqa: E402
 from tiny_models import make_slim_model  # noqa: E402
 
-from sgl_blend.bench.server import KEEP_MEMORY  # noqa: E402
 from sgl_blend.evaluation.report import describe_machine  # noqa: E402
 
 CHUNK_TOKENS = 480
@@ -172,8 +168,6 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=2000)
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "match.json")
     args = parser.parse_args()
-    # The scheduler's process inherits it.
-    os.environ.update(dict(item.split("=", 1) for item in KEEP_MEMORY))  # noqa: TID251
     tokens = args.chunks * CHUNK_TOKENS + 100_000
     engine = Engine(
         make_slim_model(ROOT / "build" / "models"),
@@ -187,11 +181,7 @@ def main() -> int:
         found = engine.call(measure, args.chunks, args.prompts)
     finally:
         engine.close()
-    facts = {
-        "machine": str(describe_machine()),
-        "date": time.strftime("%Y-%m-%d"),
-        "environment": KEEP_MEMORY,
-    }
+    facts = {"machine": str(describe_machine()), "date": time.strftime("%Y-%m-%d")}
     args.json.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
     print(json.dumps(found, indent=1))
     p99 = found["lookup_ms"]["p99"]
