@@ -92,7 +92,7 @@ def measure(driver: Driver, count: int, prompts: int) -> dict[str, Any]:
         start = time.perf_counter()
         state = driver.runtime.intake.read(received)
         read = time.perf_counter()
-        req = bare_request(driver, received)
+        req = driver.queued(received)
         begun = time.perf_counter()
         found = driver.runtime.admission.plan(req, state)
         done = time.perf_counter()
@@ -127,17 +127,6 @@ def make_request(
     segments.append(_draw_tokens(draw.getrandbits(40), 40).tolist())
     prompt = Prompt(segments, list(range(1, 1 + len(chunks))), logprobs=False)
     return driver.receive(prompt)
-
-
-def bare_request(driver: Driver, received: Any) -> Any:
-    """Return SGLang's Req for it, as it stands in the waiting queue."""
-    from sglang.srt.managers.schedule_batch import Req
-
-    vocab_size = driver.scheduler.model_config.vocab_size
-    tokens, sampling = received.input_ids, received.sampling_params
-    req = Req(received.rid, "", tokens, sampling, vocab_size=vocab_size)
-    req.full_untruncated_fill_ids = tokens
-    return req
 
 
 def metadata_bytes(driver: Driver, system: array[int]) -> float:

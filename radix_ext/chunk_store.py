@@ -90,7 +90,12 @@ class ChunkStore:
         return ChunkHit(key, span, found, prefix_length, stored) if stored > 0 else None
 
     def find_prefix(
-        self, tokens: array[int], *, salt: str | None, extra_key: str | None, limit: int
+        self,
+        tokens: array[int],
+        *,
+        salt: str | None,
+        extra_key: str | None,
+        limit: int | None = None,
     ) -> sglang.TreeMatch:
         """Return the longest stored prefix of tokens[:limit] in any namespace."""
         return sglang.match(self._tree, tokens, salt=salt, extra_key=extra_key, limit=limit)

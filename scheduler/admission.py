@@ -231,7 +231,8 @@ class Admission:
         limit = state.num_tokens - 1
         matches = []
         key, first = state.keys[0], state.spans[0]
-        built_in_place = tokens[: first.start].tobytes() == key.prefix
+        end = first.start * tokens.itemsize
+        built_in_place = memoryview(tokens).cast("B")[:end] == key.prefix
         if built_in_place:
             in_place = [hit.match for hit in hits if hit.span == first]
             matches += in_place or [
@@ -240,10 +241,9 @@ class Admission:
                 )
             ]
         if not self._build_first:
+            # Without a limit, which would copy the prompt to leave its last token out.
             matches.append(
-                self._store.find_prefix(
-                    tokens, salt=state.client_salt, extra_key=key.extra_key, limit=limit
-                )
+                self._store.find_prefix(tokens, salt=state.client_salt, extra_key=key.extra_key)
             )
         if not matches:
             return None
@@ -251,7 +251,7 @@ class Admission:
         stop = min(len(best), limit)
         if stop <= prefix:
             return None
-        return ReusedSpan(prefix, prefix, best.slots[prefix:stop]), best
+        return ReusedSpan(prefix, stop, prefix, best.slots), best
 
 
 def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
@@ -279,8 +279,8 @@ def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | Non
         computed_from = min(computed_from, req.logprob_start_len)
     spans = []
     for hit in lookup.hits:
-        slots = hit.match.slots[hit.prefix_length :]
-        span = ReusedSpan(hit.span.start, hit.prefix_length, slots)
+        start = hit.span.start
+        span = ReusedSpan(start, start + hit.num_tokens, hit.prefix_length, hit.match.slots)
         clipped = span.clip(behind, computed_from)
         if clipped is not None:
             spans.append(clipped)

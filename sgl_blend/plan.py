@@ -29,33 +29,33 @@ class ReusedSpan:
 
     Attributes:
         start: Position of its first token in the request.
-        source_start: Position its first key was rotated for.
-        slots: int64 [length], pool slots of the stored KV, on the pool's device.
+        stop: Position one past the last token.
+        source_start: Position its first key was rotated for, which is its place in the stored path.
+        path: int64 [at least source_start + length], pool slots of the stored path from its first
+            token on, on the pool's device.
     """
 
     start: int
+    stop: int
     source_start: int
-    slots: torch.Tensor
+    path: torch.Tensor
 
     def __len__(self) -> int:
-        return int(self.slots.shape[0])
+        return self.stop - self.start
 
     @property
-    def stop(self) -> int:
-        """Position one past the last token."""
-        return self.start + len(self)
+    def slots(self) -> torch.Tensor:
+        """int64 [length], pool slots of the stored KV, on the pool's device."""
+        return self.path[self.source_start : self.source_start + len(self)]
 
     def clip(self, start: int, stop: int) -> "ReusedSpan | None":
         """Return the part inside [start, stop), or None if there is none."""
-        length = len(self)
-        start, stop = max(start, self.start), min(stop, self.start + length)
+        if start <= self.start and self.stop <= stop:
+            return self
+        start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return None
-        if stop - start == length:
-            return self
-        skipped = start - self.start
-        slots = self.slots[skipped : skipped + stop - start]
-        return ReusedSpan(start, self.source_start + skipped, slots)
+        return ReusedSpan(start, stop, self.source_start + start - self.start, self.path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class TreeMatch:
     node: Any
 
     def __len__(self) -> int:
-        return int(self.slots.shape[0])
+        return self.slots.numel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -300,6 +300,16 @@ class Driver:
 
     # --- looking inside ---
 
+    def queued(self, received: Any) -> Any:
+        """Return SGLang's Req for a received request, as it stands in the waiting queue."""
+        from sglang.srt.managers.schedule_batch import Req
+
+        vocab_size = self.scheduler.model_config.vocab_size
+        tokens, sampling = received.input_ids, received.sampling_params
+        req = Req(received.rid, "", tokens, sampling, vocab_size=vocab_size)
+        req.full_untruncated_fill_ids = tokens
+        return req
+
     @property
     def runtime(self) -> Any:
         return self.scheduler.sgl_blend

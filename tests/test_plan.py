@@ -12,8 +12,8 @@ from sgl_blend.policies import POLICIES, recompute_budget
 
 def span_at(start: int, length: int, source_start: int) -> ReusedSpan:
     """A span whose slot for source position p is 7p + 3, so that slots tell where they belong."""
-    source = torch.arange(source_start, source_start + length)
-    return ReusedSpan(start, source_start, 7 * source + 3)
+    path = torch.arange(source_start + length + 2)  # more of the path may be stored
+    return ReusedSpan(start, start + length, source_start, 7 * path + 3)
 
 
 @dataclass

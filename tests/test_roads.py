@@ -1,5 +1,6 @@
 """Roads through SGLang's scheduler that no other test takes: blended, or dropped by name."""
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -46,6 +47,54 @@ def assert_same(got: Answer, want: Answer) -> None:
     assert got.output_ids == want.output_ids
     for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
         assert largest_difference(mine, theirs) <= TOLERANCE
+
+
+# --- lookup ---
+
+
+def _traced_peak_of_a_lookup(driver: Driver, prompt: Prompt) -> int:
+    received = driver.receive(prompt)
+    state, req = driver.runtime.intake.read(received), driver.queued(received)
+    look_up = driver.runtime.admission.plan
+    assert look_up(req, state) is None, "nothing is stored"
+    tracemalloc.start()
+    try:
+        look_up(req, state)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_lookup_copies_no_prompt(start_engine: StartEngine) -> None:
+    engine = start_engine()
+    engine.flush()
+    prompt = Prompt([SYSTEM, CHUNKS[0], random_tokens(7, 4000)], [1])
+    assert engine.call(_traced_peak_of_a_lookup, prompt) < 8 * len(prompt.tokens) / 2
+
+
+def _ask_what_a_plain_request_stored(driver: Driver, prompt: Prompt) -> tuple[Answer, Answer]:
+    driver.settle()
+    driver.flush()
+    plain = driver.ask(Prompt([prompt.tokens], max_new_tokens=prompt.max_new_tokens))[0]
+    driver.settle()
+    answer = driver.ask(prompt)[0]
+    driver.settle()
+    return plain, answer
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+def test_of_a_prompt_stored_whole_one_token_is_computed(
+    start_engine: StartEngine, page_size: int
+) -> None:
+    engine = start_engine(page_size=page_size)
+    question = random_tokens(98, 24)
+    prompt = rag_prompt(SYSTEM, CHUNKS[:3], question, max_new_tokens=4)
+    assert len(prompt.tokens) % page_size == 0
+
+    plain, answer = engine.call(_ask_what_a_plain_request_stored, prompt)
+
+    assert answer.report["prefix_tokens"] == len(prompt.tokens) - 1
+    assert_same(answer, plain)
 
 
 # --- chunked prefill ---
