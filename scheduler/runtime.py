@@ -199,7 +199,12 @@ class BlendRuntime:
     # --- background work ---
 
     def begin_round(self, running_batch: Any) -> None:
-        """Put background work into the waiting queue for one scheduling round, if any may run."""
+        """Put background work into the waiting queue for one scheduling round, if any may run.
+
+        With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
+        Requests of ours end with their prefill: they leave again, or each would cost a decode step.
+        """
+        sglang.take_out(running_batch, is_internal)
         if self.canary is not None:
             self.canary.collect()  # first, because it may switch blending off
         is_free = self.builder.offer(running_batch)
@@ -236,6 +241,7 @@ class BlendRuntime:
         while results:
             scheduler.process_batch_result(*results.popleft())
         scheduler.last_batch = None
+        sglang.take_out(scheduler.running_batch, is_internal)
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

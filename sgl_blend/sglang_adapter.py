@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -369,6 +370,14 @@ def fits_whole(req: Any, adder: Any) -> bool:
     left, page = adder.rem_chunk_tokens, adder.page_size
     pages = -(-(len(req.origin_input_ids) - prefix_length(req)) // page)
     return left is None or pages * page <= left
+
+
+def take_out(batch: Any, leaves: Callable[[Any], bool]) -> None:
+    """Take requests out of a running batch, in place, before it decodes."""
+    kept = [index for index, req in enumerate(batch.reqs) if not leaves(req)]
+    if len(kept) < len(batch.reqs):
+        batch.filter_batch(keep_indices=kept)
+        batch.batch_is_full = False
 
 
 # --- what an operator does ----------------------------------------------------------------------
