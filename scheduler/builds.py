@@ -193,7 +193,7 @@ class ChunkBuilder:
         Returns:
             Whether the round is free for other background work: no chunk is missing, nobody waits.
         """
-        self._sweep()
+        self.sweep()
         scheduler = self._scheduler
         busy = bool(scheduler.waiting_queue) or not running_batch.is_empty()
         rest = busy and self._offered_last_round
@@ -356,7 +356,7 @@ class ChunkBuilder:
         )
         return rows
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Forget steps that ended: their KV is inserted, or they were aborted, in the queue or out.
 
         Called between rounds, when every admitted step holds KV or has given it back.

@@ -242,6 +242,7 @@ class BlendRuntime:
             scheduler.process_batch_result(*results.popleft())
         scheduler.last_batch = None
         sglang.take_out(scheduler.running_batch, is_internal)
+        self.builder.sweep()
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.
