@@ -154,7 +154,8 @@ class Admission:
         if sglang.was_admitted(req, adder):
             state.plan, state.locks = plan, locks
             for hit in lookup.hits:
-                self._shares.use(hit.key)
+                own = hit.key in state.missed
+                self._shares.hit(hit.key, 0 if own else hit.num_tokens)
             state.start_admission(
                 hits=len(lookup.hits), misses=len(lookup.missing), fallback=reason
             )

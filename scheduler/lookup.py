@@ -77,6 +77,7 @@ class Lookups:
             found = list(known.found) if known is not None and still_there else None
             found = self._find_chunks(state, prefix, found)
             lookup = self._put_together(req, state, prefix, found)
+            state.missed.update(lookup.missing)
             known = _Remembered(state.keys, prefix, stamp, found, lookup)
             state.remembered = known
         self._uses.add(req.rid, known.lookup.hits, state.num_tokens)
