@@ -373,7 +373,7 @@ class ChunkBuilder:
             if ended and not sglang.was_aborted(build) and build.sgl_blend_step.is_last:
                 self._pending.remove(key)
                 self.num_built += 1
-                self._shares.use(key)
+                self._shares.built(key)
             logger.debug("%s ended, %d tokens", build.rid, len(build.origin_input_ids))
 
 

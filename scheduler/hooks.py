@@ -114,6 +114,13 @@ def before_evict(tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         runtime.before_evict(params.num_tokens)
 
 
+def before_reset(tree: Any, *args: Any, **kwargs: Any) -> None:
+    """Remember nothing of what the tree held."""
+    runtime = _runtime_of(tree)
+    if runtime is not None:
+        runtime.before_reset()
+
+
 def around_process_input_requests(
     orig: Callable[..., Any], scheduler: Any, recv_reqs: Any, *args: Any, **kwargs: Any
 ) -> Any:

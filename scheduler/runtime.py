@@ -194,7 +194,12 @@ class BlendRuntime:
 
     def before_evict(self, num_tokens: int) -> None:
         """Note that the tree is about to evict."""
+        self.admission.before_evict()
         self._shares.before_evict(num_tokens)
+
+    def before_reset(self) -> None:
+        """Note that the tree is about to forget everything."""
+        self.admission.before_reset()
 
     # --- background work ---
 

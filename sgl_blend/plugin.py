@@ -87,6 +87,7 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
             hooks.around_forward_raw,
         ),
         *((target, "before", hooks.before_evict) for target in sglang.eviction_targets()),
+        *((target, "before", hooks.before_reset) for target in sglang.reset_targets()),
         ("sglang.srt.mem_cache.common.release_kv_cache", "before", hooks.before_release_kv_cache),
         (
             "sglang.srt.managers.scheduler_components.weight_updater."

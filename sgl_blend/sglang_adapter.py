@@ -117,20 +117,24 @@ def check_version(*, allow_untested: bool) -> Features:
 # --- radix tree ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TreeMatch:
     """A stored path: its KV slots and the node it ends at.
 
+    Not frozen: thousands are made for a prompt, and a frozen one takes three times as long.
+
     Attributes:
-        slots: int64 [num_tokens], device slots of the longest stored prefix of the key.
+        slots: int64 [length - start], device slots of the longest stored prefix of the key.
         node: The tree's handle of the last node, to be locked while the slots are read.
+        start: Tokens at the beginning of the path whose slots are left out.
     """
 
     slots: torch.Tensor
     node: Any
+    start: int = 0
 
     def __len__(self) -> int:
-        return self.slots.numel()
+        return self.start + self.slots.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +153,23 @@ def match(
     extra_key: str | None,
     limit: int | None = None,
 ) -> TreeMatch:
-    """Find the longest prefix of token_ids stored on the device in one namespace."""
-    key_type, params_type = _match_types()
-    if features().keys_have_salt:
-        key = key_type(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
-    else:
-        key = key_type(token_ids, extra_key=salt or None, limit=limit)
-    result = tree.match_prefix(params_type(key=key))
+    """Find the longest prefix of token_ids stored on the device in one namespace; it counts as used."""
+    key = tree_key(token_ids, salt=salt, extra_key=extra_key, limit=limit)
+    result = tree.match_prefix(_match_types()[1](key=key))
     node = result.last_device_node
     if features().match_has_slots:
         return TreeMatch(result.device_indices, node)
     return TreeMatch(tree.path_device_indices(node)[: result.device_prefix_len], node)
+
+
+def tree_key(
+    token_ids: array[int], *, salt: str | None, extra_key: str | None, limit: int | None = None
+) -> Any:
+    """Return SGLang's key of a path in one namespace."""
+    key_type = _match_types()[0]
+    if features().keys_have_salt:
+        return key_type(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
+    return key_type(token_ids, extra_key=salt or None, limit=limit)
 
 
 @functools.cache
@@ -192,6 +202,14 @@ def eviction_targets() -> list[str]:
     ]
 
 
+def reset_targets() -> list[str]:
+    """Return the methods through which SGLang's trees forget everything."""
+    return [
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.reset",
+    ]
+
+
 def pool_use(tree: Any) -> dict[str, int]:
     """Return how many slots of the KV pool are free, evictable and locked by the tree, and all."""
     allocator = tree.token_to_kv_pool_allocator
@@ -206,6 +224,11 @@ def pool_use(tree: Any) -> dict[str, int]:
 def free_tokens(tree: Any) -> int:
     """Return how many slots of a tree's pool hold nothing."""
     return int(tree.token_to_kv_pool_allocator.available_size())
+
+
+def stored_tokens(tree: Any) -> int:
+    """Return how many tokens a tree holds; locks do not change it."""
+    return int(tree.evictable_size() + tree.protected_size())
 
 
 def evictable_tokens(tree: Any) -> int:
