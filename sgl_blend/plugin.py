@@ -14,7 +14,7 @@ import msgspec
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.attention_choice import choose_kernel
-from sgl_blend.compatibility import check_layers, check_runner, check_server_args
+from sgl_blend.compatibility import check_layers, check_model, check_runner, check_server_args
 from sgl_blend.config import BlendConfig, add_flags, settings_from_flags
 from sgl_blend.cost_model import CostModel, measure
 from sgl_blend.errors import ConfigError, UnsupportedError
@@ -36,6 +36,7 @@ from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.runtime import BlendRuntime
 from sgl_blend.separator import Separator, find_separator
 from sgl_blend.sglang_forward import decoder_layers, layer_pools
+from sgl_blend.trial import run_trial
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         BlendError: The model, its KV pool or the separator cannot serve blending.
     """
     runner = scheduler.tp_worker.model_runner
+    check_model(runner.model)
     check_runner(runner, config.blend_check_layer)
     layers = decoder_layers(runner.model)
     check_layers(layers)
@@ -221,6 +223,8 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
     kernel = choose_kernel(config.blend_attention, pools, heads, runner.dtype, ranks)
+    fusor = Fusor(runner, rotation, split, pools, kernel, ranks)
+    run_trial(fusor, scheduler, config)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
         cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, ranks), split)
@@ -246,7 +250,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         ),
         builder=builder,
         canary=canary,
-        fusor=Fusor(runner, rotation, split, pools, kernel, ranks),
+        fusor=fusor,
         metrics=BlendMetrics(**_publishing(scheduler, ranks)),
         shares=shares,
         tree=tree,
