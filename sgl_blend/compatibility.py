@@ -195,7 +195,12 @@ SERVED = (
 """What is served, for docs/roads.md."""
 
 
-MODELS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MODELS: tuple[str, ...] = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
 """SGLang's model classes that are blended. Tests of the laws run on each.
 
 A class of SGLang may serve several architectures, and one architecture may be served by another class
