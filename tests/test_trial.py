@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from engines import StartEngine
+from engines import StartEngine, model_folder, start_engine
 from programs import run_program
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
@@ -51,7 +54,7 @@ def look(driver: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("page_size", [1, 64])
 def test_the_trial_leaves_no_trace(start_engine: StartEngine, page_size: int) -> None:
     found = start_engine(page_size=page_size, max_total_tokens=256).call(look)
     assert found == {
@@ -64,18 +67,23 @@ def test_the_trial_leaves_no_trace(start_engine: StartEngine, page_size: int) ->
     }
 
 
-def count_rows(driver: Any) -> list[int]:
-    """Repeat the trial and return how many rows each layer's MLP sees, the last layer's first."""
+def try_once(driver: Any, **settings: Any) -> None:
     from sgl_blend.config import BlendConfig
     from sgl_blend.trial import run_trial
 
+    config = BlendConfig.of(driver.scheduler.server_args)
+    run_trial(driver.runtime._fusor, driver.scheduler, msgspec.structs.replace(config, **settings))
+
+
+def count_rows(driver: Any, policy: str) -> list[int]:
+    """Try a policy and return how many rows each layer's MLP sees."""
     runner = driver.scheduler.tp_worker.model_runner
     seen: list[int] = []
     handles = [
         layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
         for layer in runner.model.model.layers
     ]
-    run_trial(driver.runtime._fusor, driver.scheduler, BlendConfig.of(driver.scheduler.server_args))
+    try_once(driver, blend_policy=policy)
     for handle in handles:
         handle.remove()
     return seen
@@ -83,7 +91,7 @@ def count_rows(driver: Any) -> list[int]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_trial_drops_rows_in_the_check_layer(start_engine: StartEngine, policy: str) -> None:
-    seen = start_engine(blend_policy=policy, blend_eval=policy == "oracle").call(count_rows)
+    seen = start_engine().call(count_rows, policy)
     first, check, *above = seen[-4:]
     assert first == 14  # of 16, two are an exact head
     assert check < first
@@ -92,17 +100,13 @@ def test_the_trial_drops_rows_in_the_check_layer(start_engine: StartEngine, poli
 
 def spoil_and_try(driver: Any) -> str:
     """Give the model weights that are no numbers, try it, and mend it again."""
-    from sgl_blend.config import BlendConfig
     from sgl_blend.errors import UnsupportedError
-    from sgl_blend.trial import run_trial
 
     weight = driver.scheduler.tp_worker.model_runner.model.model.norm.weight.data
     kept = weight.clone()
     weight.fill_(float("nan"))
     try:
-        run_trial(
-            driver.runtime._fusor, driver.scheduler, BlendConfig.of(driver.scheduler.server_args)
-        )
+        try_once(driver)
     except UnsupportedError as err:
         return str(err)
     finally:
@@ -116,16 +120,12 @@ def test_a_model_whose_answer_is_no_number_is_refused(start_engine: StartEngine)
 
 
 def try_without_room(driver: Any) -> str:
-    from sgl_blend.config import BlendConfig
     from sgl_blend.errors import UnsupportedError
-    from sgl_blend.trial import run_trial
 
     allocator = driver.scheduler.token_to_kv_pool_allocator
     taken = allocator.alloc(allocator.available_size() - 16)
     try:
-        run_trial(
-            driver.runtime._fusor, driver.scheduler, BlendConfig.of(driver.scheduler.server_args)
-        )
+        try_once(driver)
     except UnsupportedError as err:
         return str(err)
     finally:
