@@ -268,7 +268,7 @@ def test_l1_holds_in_every_layout(
     assert_keeps_all_and_is_full_prefill(kept)
     if settings.get("chunked_prefill_size"):
         # Every step that holds rows of a moved chunk drops its share of them.
-        assert len(dropped.reductions) > 3
+        assert len(dropped.reductions) >= 3
 
 
 def _ask_beside_a_decode(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
