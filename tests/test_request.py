@@ -14,7 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import RequestError
-from sgl_blend.policies import POLICIES
+from sgl_blend.policies import NAMED
 from sgl_blend.request import (
     RESERVED_SALT,
     ChunkedPrompt,
@@ -288,7 +288,7 @@ def test_a_policy_that_does_not_exist_is_refused_and_the_message_lists_those_tha
 ) -> None:
     with pytest.raises(RequestError, match=r"^sgl_blend_policy must be one of ") as caught:
         parse_overrides({"sgl_blend_policy": policy}, CONFIG)
-    assert all(name in str(caught.value) for name in POLICIES)
+    assert all(name in str(caught.value) for name in NAMED)
 
 
 @pytest.mark.parametrize("enabled", [0, 1, "false", None, []], ids=repr)
