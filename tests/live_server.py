@@ -118,10 +118,10 @@ class LiveServer:
         self, ids: list[int], spans: list[int] | None = None, max_new_tokens: int = 1
     ) -> Iterator[float]:
         """Yield when each token came, in seconds of time.perf_counter(); closing it hangs up."""
-        sampling: dict[str, Any] = {
-            **{"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
-            **({"custom_params": {"sgl_blend_spans": spans}} if spans else {}),
-        }
+        sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+        sampling["max_new_tokens"] = max_new_tokens
+        if spans:
+            sampling["custom_params"] = {"sgl_blend_spans": spans}
         body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
         with self.http.stream("POST", "/generate", json=body) as response:
             assert response.status_code == httpx.codes.OK

@@ -143,7 +143,8 @@ def tensors_of(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
     from sglang.srt.utils import MultiprocessingSerializer
 
-    torch.multiprocessing.set_sharing_strategy("file_system")  # by name: any process may open it
+    set_sharing_strategy: Any = torch.multiprocessing.set_sharing_strategy
+    set_sharing_strategy("file_system")  # by name: any process may open it
     name = "model.norm.weight"
     named = [(name, load_file(model / "model.safetensors")[name])]
     data = MultiprocessingSerializer.serialize(named)
@@ -290,7 +291,7 @@ STEP = 256
 
 
 def time_step(server: LiveServer, prompt: list[int]) -> list[float]:
-    """Return the times of the longest step of a build: the last one of a prompt whose rest is cached."""
+    """Return times of a build's longest step: the last one of a prompt whose rest is cached."""
     server.generate(prompt)
     return [server.ttft_s(prompt[:-STEP] + new_tokens(STEP)) for _ in range(5)]
 
