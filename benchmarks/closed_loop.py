@@ -21,7 +21,7 @@ what the machine's own noise does to every figure.
 
 Printed are p50, p90, p99 and the largest of all pairs, with 95 % bootstrap intervals, beside the null
 control's, and how many pairs are above the bar of 5 %. Exit status 1 if the 90th percentile of the gap
-share, less the null control's where that is positive, is above the bar at the lower end of its interval.
+share, less the null control's where that is positive, is above it at the lower end of its interval.
 
     .venv/bin/python benchmarks/closed_loop.py --json benchmarks/results/closed-loop.json
 """
