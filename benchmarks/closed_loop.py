@@ -76,10 +76,11 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One block on one server: its requests, without the first, and the chunks built meanwhile."""
+    """One block on one server: its requests, without the first, and what was built meanwhile."""
 
     timings: list[Timing]
-    built: int
+    chunks: int
+    steps: int
 
 
 def measure(server: Server, body: bytes) -> Timing:
@@ -100,13 +101,18 @@ def measure(server: Server, body: bytes) -> Timing:
 def run_block(server: Server, prompts: Sequence[Prompt], *, blends: bool) -> Block:
     """Send a block's prompts without a pause."""
     bodies = [to_body(prompt, {} if blends else None, OUTPUT_TOKENS) for prompt in prompts]
-    before = server.info()["chunks_built"] if blends else 0
+    before = _count_builds(server) if blends else (0, 0)
     timings = [measure(server, body) for body in bodies]
-    built = 0
+    after = _count_builds(server) if blends else (0, 0)
     if blends:
-        built = server.info()["chunks_built"] - before
         server.wait_for_builds()
-    return Block(timings[1:], built)
+    return Block(timings[1:], after[0] - before[0], after[1] - before[1])
+
+
+def _count_builds(server: Server) -> tuple[int, int]:
+    """Return the chunks that the server has built, and in how many steps."""
+    info = server.info()
+    return info["chunks_built"], info["build_steps"]
 
 
 def quantiles(values: Sequence[float], seed: int = 0) -> dict[str, dict[str, float]]:
@@ -214,7 +220,7 @@ def run(args: argparse.Namespace) -> tuple[dict[str, list[Block]], str]:
                 late = statistics.median(timing.late_s for timing in block.timings)
                 print(
                     f"block {number} {name:>6}: e2e {e2e:.2f} s, late {late:.3f} s, "
-                    f"{block.built} chunks built",
+                    f"{block.chunks} chunks built in {block.steps} steps",
                     flush=True,
                 )
         return blocks, servers["blend"].command
@@ -240,10 +246,11 @@ def main() -> int:
     }
     compared = {name: compare(timings[name], timings["stock"]) for name in ("null", "blend")}
     verdict = is_above(timings["blend"], timings["null"], timings["stock"])
-    built = sum(block.built for block in blocks["blend"])
+    built = sum(block.chunks for block in blocks["blend"])
+    steps = sum(block.steps for block in blocks["blend"])
     facts = {"machine": str(describe_machine()), "date": time.strftime("%Y-%m-%d")}
     settings = {"command": command, "requests": args.requests, "length": args.length}
-    results = {**compared, "verdict": verdict, "chunks_built": built}
+    results = {**compared, "verdict": verdict, "chunks_built": built, "build_steps": steps}
     raw = {name: [asdict(block) for block in found] for name, found in blocks.items()}
     args.json.write_text(
         json.dumps({**facts, **settings, **results, "blocks": raw}, indent=1) + "\n"
@@ -251,7 +258,7 @@ def main() -> int:
     for name, found in compared.items():
         show(name, found)
     print(
-        f"{built} chunks built in the loop; p90 of the gap share, less the null control's: "
+        f"{built} chunks built in the loop, {steps} steps; p90 of the gap share, less the null's: "
         f"[{verdict['low']:+.1%}, {verdict['high']:+.1%}], bar {BAR:.0%}"
     )
     return int(verdict["above"])

@@ -203,7 +203,8 @@ def operator(servers: Servers) -> Operator:
 def progress(server: LiveServer) -> tuple[Any, ...]:
     """Return what changes when a build or a shadow makes a step."""
     info = server.info()
-    return info["chunks_built"], info["pool"], info["canary"] and info["canary"]["compared"]
+    steps = info.get("build_steps", info["chunks_built"])
+    return steps, info["pool"], info["canary"] and info["canary"]["compared"]
 
 
 def enter(server: LiveServer, case: Case) -> None:
@@ -243,15 +244,17 @@ def test_an_operator_does_not_notice_background_work(
 
 def test_a_flush_with_a_timeout_does_not_wait_for_builds(servers: Servers) -> None:
     server = servers.get(*SCHEDULES["overlap"])
-    ids, spans = new_prompt(SHORT_CHUNK)
-    start = time.perf_counter()
-    server.generate(ids, spans)
-    answered = time.perf_counter()
-    assert server.call("POST", "/flush_cache?timeout=60").status_code == 200
-    flushed = time.perf_counter()
+    shares = []
+    for _ in range(2):  # the machine may stop for a moment in one of them
+        ids, spans = new_prompt(SHORT_CHUNK)
+        start = time.perf_counter()
+        server.generate(ids, spans)
+        answered = time.perf_counter()
+        assert server.call("POST", "/flush_cache?timeout=60").status_code == 200
+        shares.append((time.perf_counter() - answered) / (answered - start))
 
-    # The build would take as long as the prompt's prefill: a step of its sixteen is waited for.
-    assert flushed - answered < 0.4 * (answered - start)
+    # A build would take about as long as the prompt's prefill; one step of sixteen is waited for.
+    assert min(shares) < 0.4
     server.check_unharmed()
 
 
@@ -286,14 +289,16 @@ def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -
 
 # --- other clients ------------------------------------------------------------------------------
 
-CHUNK = 7000
-STEP = 256
+QUESTION = 24
+LONG_BUILDS = pytest.mark.parametrize(
+    "chunk_tokens", [3500, pytest.param(7000, marks=pytest.mark.slow)]
+)
 
 
-def time_step(server: LiveServer, prompt: list[int]) -> list[float]:
+def time_step(server: LiveServer, prompt: list[int], length: int) -> list[float]:
     """Return times of a build's longest step: the last one of a prompt whose rest is cached."""
     server.generate(prompt)
-    return [server.ttft_s(prompt[:-STEP] + new_tokens(STEP)) for _ in range(5)]
+    return [server.ttft_s(prompt[:-length] + new_tokens(length)) for _ in range(5)]
 
 
 def short_ttfts(server: LiveServer, at_least: int, *, building: bool) -> list[float]:
@@ -306,13 +311,14 @@ def short_ttfts(server: LiveServer, at_least: int, *, building: bool) -> list[fl
     return found
 
 
-QUESTION = 24
-
-
-def test_a_short_request_waits_for_one_step_of_a_long_build(servers: Servers) -> None:
-    prompt, spans = new_prompt(CHUNK)
-    steps = time_step(servers.get(*LARGE_STEPS), prompt)
+@LONG_BUILDS
+def test_a_short_request_waits_for_one_step_of_a_long_build(
+    servers: Servers, chunk_tokens: int
+) -> None:
+    prompt, spans = new_prompt(chunk_tokens)
+    stock = servers.get(*LARGE_STEPS)
     server = servers.get(*BLEND, *LARGE_STEPS)
+    steps = time_step(stock, prompt, server.info()["build_step_tokens"])
     idle = short_ttfts(server, 12, building=False)
     server.generate(prompt, spans)
 
@@ -355,26 +361,29 @@ class Decoding:
         return max(b - a for a, b in itertools.pairwise([since_s, *times]))
 
 
-def gap_behind(server: LiveServer, *, marked: bool) -> float:
+def gap_behind(server: LiveServer, chunk_tokens: int, *, marked: bool) -> float:
     """Return the largest gap of a running request behind the answer to a long cold one."""
-    prompt, spans = new_prompt(CHUNK)
+    prompt, spans = new_prompt(chunk_tokens)
     with Decoding(server) as decoding:
         server.generate(prompt, spans if marked else None)
         answered = time.perf_counter()
         if marked:
             assert server.info()["chunks_pending"] > 0
-        time.sleep(3.0)
+        time.sleep(2.0)
     return decoding.largest_gap_s(answered)
 
 
-def test_a_running_request_waits_for_one_step_of_a_long_build(servers: Servers) -> None:
+@LONG_BUILDS
+def test_a_running_request_waits_for_one_step_of_a_long_build(
+    servers: Servers, chunk_tokens: int
+) -> None:
     stock = servers.get(*LARGE_STEPS)
-    steps = time_step(stock, new_prompt(CHUNK)[0])
-    control = max(gap_behind(stock, marked=False) for _ in range(2))
     server = servers.get(*BLEND, *LARGE_STEPS)
+    steps = time_step(stock, new_prompt(chunk_tokens)[0], server.info()["build_step_tokens"])
+    control = gap_behind(stock, chunk_tokens, marked=False)
 
     # The machine may stop for a moment in one of the rounds; a build that is not cut shows in all.
-    gaps = [gap_behind(server, marked=True) for _ in range(2)]
+    gaps = [gap_behind(server, chunk_tokens, marked=True) for _ in range(2)]
 
     assert min(gaps) <= control + max(steps), f"gaps {gaps}, stock {control}, steps {steps}"
     server.check_unharmed()
