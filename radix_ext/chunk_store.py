@@ -113,6 +113,19 @@ class ChunkStore:
         found = sglang.match(self._tree, path, salt=key.salt, extra_key=key.extra_key)
         return len(found) >= len(path) // self._page_size * self._page_size
 
+    def stored_tokens(self, path: array[int], *, salt: str, extra_key: str | None) -> int:
+        """Return how many tokens of a path are stored, from its beginning on."""
+        return len(sglang.match(self._tree, path, salt=salt, extra_key=extra_key))
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """Return how many of so many tokens the tree can hold: whole pages only."""
+        return num_tokens // self._page_size * self._page_size
+
+    @property
+    def free_tokens(self) -> int:
+        """Slots of the pool that nothing is stored in."""
+        return sglang.free_tokens(self._tree)
+
     @property
     def evictable_tokens(self) -> int:
         """Tokens that the tree could evict now."""

@@ -18,6 +18,7 @@ from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.request import Span
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
+from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState
 
 _REFUNDED = "sgl_blend_refunded"
@@ -53,7 +54,9 @@ class Admission:
         layers: LayerSplit,
         refund_limit: int,
         build_first: bool,
+        model: LoadedModel,
     ) -> None:
+        self._model = model
         self._store = store
         self._shares = shares
         self._builder = builder
@@ -77,6 +80,8 @@ class Admission:
         reason = state.fallback or _why_not(req, state)
         if reason is not None:
             return self._add_plain(req, state, adder, add, reason)
+        if state.model != self._model.fingerprint:
+            self._follow_model(req, state)
         with phase(Phase.MATCH):
             lookup = self._look_up(req, state)
         if self._build_first and lookup.missing:
@@ -87,12 +92,12 @@ class Admission:
             reason = FallbackReason.BUILD_NOT_ADMITTED
             return self._add_plain(req, state, adder, add, reason, lookup)
         plan = _make_plan(req, state, lookup)
-        if plan is None:
-            reason = _why_no_plan(req, state)
+        if plan is None or not plan.spans:
+            reason = _why_nothing_is_reused(req, state, lookup)
         elif not self._is_worth_it(req, state, plan):
             reason = FallbackReason.NOT_FASTER
             plan = None if plan.exact is None else replace(plan, spans=())
-            lookup = replace(lookup, hits=())
+        lookup = replace(lookup, hits=_hits_in_use(lookup, plan))
         if plan is not None:
             verdict = self._add_planned(req, state, adder, add, plan, lookup, reason)
         else:
@@ -101,6 +106,17 @@ class Admission:
         if sglang.was_admitted(req, adder) and not self._build_first:
             self._builder.enqueue(lookup.missing)
         return verdict
+
+    def _follow_model(self, req: Any, state: RequestState) -> None:
+        """Move a request that arrived under other weights to the namespaces of the present ones."""
+        state.follow_model(self._model)
+        salt = state.blended_namespace(self._model)
+        sglang.set_salt(req, salt)
+        tokens = sglang.fill_ids(req)
+        found = self._store.find_prefix(
+            tokens, salt=salt, extra_key=state.keys[0].extra_key, limit=len(tokens) - 1
+        )
+        sglang.set_prefix(req, found)
 
     def plan(self, req: Any, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
@@ -193,7 +209,7 @@ class Admission:
             return sglang.continue_verdict()
         # Every round builds something. A request that needs more rounds than there is to build sees
         # its chunks evicted as fast as they are built: the pool cannot hold them all.
-        if state.build_rounds > 2 * len(state.keys) + 2:
+        if state.build_rounds > 2 * sum(map(self._builder.count_steps, state.keys)) + 2:
             return None
         if not may_hold_builds(adder):
             return sglang.stop_verdict()
@@ -257,7 +273,7 @@ class Admission:
 def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
     """Name a property of the request that blending does not serve."""
     if len(req.origin_input_ids) != state.num_tokens or req.to_finish is not None:
-        return FallbackReason.MALFORMED  # SGLang shortens a request that it is about to abort
+        return FallbackReason.ABORTED  # SGLang shortens a request that it is about to abort
     if (
         req.multimodal_inputs is not None
         or req.input_embeds is not None
@@ -295,6 +311,19 @@ def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | Non
     )
 
 
-def _why_no_plan(req: Any, state: RequestState) -> FallbackReason:
-    covered = all(span.stop <= sglang.prefix_length(req) for span in state.spans)
-    return FallbackReason.CACHED if covered else FallbackReason.NO_HIT
+def _hits_in_use(lookup: Lookup, plan: BlendPlan | None) -> tuple[ChunkHit, ...]:
+    """Return the hits that a plan copies from; exact KV of other origin may cover some."""
+    if plan is None:
+        return ()
+    used = {id(span.path) for span in (plan.exact, *plan.spans) if span is not None}
+    return tuple(hit for hit in lookup.hits if id(hit.match.slots) in used)
+
+
+def _why_nothing_is_reused(req: Any, state: RequestState, lookup: Lookup) -> FallbackReason:
+    """Name why no chunk's KV is reused at another place than it was computed for."""
+    exact = sglang.prefix_length(req) if lookup.exact is None else lookup.exact[0].stop
+    if all(span.stop <= exact for span in state.spans):
+        return FallbackReason.CACHED
+    # What is stored and not exact is reused, unless every row of it must be computed.
+    stored = any(hit.span.start + hit.num_tokens > exact for hit in lookup.hits)
+    return FallbackReason.LOGPROBS if stored else FallbackReason.NO_HIT

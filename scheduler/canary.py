@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_HELD = 8
 """Picked requests held at once; each keeps its tokens and a row of logits."""
-_STEP_TOKENS = 2048
-"""No request that arrives meanwhile waits for more prefill than this."""
 _RETRY_S = 0.05
 _WINDOW = 32
 _LEAST_COMPARED = 8
@@ -142,7 +140,7 @@ class Canary:
         self._rate = Fraction(str(rate))  # 0.1 ten times is 1, which floats would miss
         self._max_kl = max_kl
         self._due = Fraction(0)
-        self._step_tokens = _step_tokens(scheduler)
+        self._step_tokens = builder.step_tokens
         self._picked: dict[str, _Shadow] = {}  # by the client's rid, until its forward ran
         self._pending: deque[_Shadow] = deque()
         self._offer: _Offer | None = None
@@ -369,16 +367,6 @@ class Canary:
             "agreement": self._agreement() if self._recent else None,
             "tripped": self.tripped,
         }
-
-
-def _step_tokens(scheduler: Any) -> int:
-    """Return the length of a step, such that chunked prefill never cuts it.
-
-    Half of the prefill chunk is left to the decoding requests of a mixed batch.
-    """
-    chunk: int | None = scheduler.chunked_prefill_size
-    page: int = scheduler.page_size
-    return max(page, _STEP_TOKENS if chunk is None else min(_STEP_TOKENS, chunk // 2))
 
 
 def _is_last_step(shadow: _Shadow) -> bool:

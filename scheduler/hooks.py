@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from sgl_blend import sglang_adapter as sglang
 from sgl_blend.scheduler.request_state import ATTRIBUTE, RequestState, state_of
 from sgl_blend.scheduler.runtime import BlendRuntime
 
@@ -113,12 +114,28 @@ def before_evict(tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         runtime.before_evict(params.num_tokens)
 
 
+def around_process_input_requests(
+    orig: Callable[..., Any], scheduler: Any, recv_reqs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Let no order of an operator meet background work, which clients cannot see."""
+    runtime = _runtime_of(scheduler)
+    if runtime is None:
+        return orig(scheduler, recv_reqs, *args, **kwargs)
+    orders = [received for received in recv_reqs or () if sglang.is_order(received)]
+    if orders or sglang.is_flush_waiting(scheduler):
+        runtime.step_aside(scheduler)
+    result = orig(scheduler, recv_reqs, *args, **kwargs)
+    if any(sglang.may_end_weight_update(order) for order in orders):
+        runtime.weights_changed()
+    return result
+
+
 def around_flush_cache(orig: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Let background work, which clients cannot see, not stand in the way of a flush."""
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, *args, **kwargs)
-    runtime.finish_internal(scheduler)
+    runtime.step_aside(scheduler)
     flushed = orig(scheduler, *args, **kwargs)
     if flushed:
         runtime.forget_pending()
@@ -126,10 +143,10 @@ def around_flush_cache(orig: Callable[..., Any], scheduler: Any, *args: Any, **k
 
 
 def after_weight_update(result: None, updater: Any, *args: Any, **kwargs: Any) -> None:
-    """Compare no answer of the old weights with one of the new."""
+    """Use nothing of the old weights again."""
     runtime = _runtime_of(updater.scheduler)
-    if runtime is not None and runtime.canary is not None:
-        runtime.canary.drop_all()
+    if runtime is not None:
+        runtime.weights_changed()
 
 
 def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from sgl_blend import sglang_adapter as sglang
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import RequestError
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.namespaces import ModelFingerprint, blend_salt, chunk_salt, rejected_salt
+from sgl_blend.namespaces import rejected_salt
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.request import (
     ChunkedPrompt,
@@ -19,6 +19,7 @@ from sgl_blend.request import (
     parse_overrides,
 )
 from sgl_blend.scheduler.canary import Canary
+from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState
 
 _NUM_SINKS = 4
@@ -31,7 +32,7 @@ class Intake:
     def __init__(
         self,
         config: BlendConfig,
-        model: ModelFingerprint,
+        model: LoadedModel,
         *,
         separator_id: int | None,
         bos_token_id: int | None,
@@ -85,8 +86,8 @@ class Intake:
         overrides: Overrides,
     ) -> RequestState:
         client_salt = sglang.client_salt(recv_req)
-        salt = chunk_salt(self._model, client_salt)
         prefix = self._build_prefix(prompt)
+        salt = self._model.chunk_namespace(client_salt)
         keys = tuple(
             ChunkKey(
                 salt=salt,
@@ -96,26 +97,18 @@ class Intake:
             )
             for span in spans
         )
-        alone = self._config.blend_on_miss == "build"
-        sglang.set_salt(
-            recv_req,
-            blend_salt(
-                self._model,
-                client_salt,
-                policy=overrides.policy,
-                ratio=overrides.ratio,
-                check_layer=self._config.blend_check_layer,
-                serial=next(self._serials) if alone else None,
-            ),
-        )
-        return RequestState(
+        state = RequestState(
             num_tokens=len(prompt.token_ids),
             spans=spans,
             keys=keys,
             client_salt=client_salt,
             policy=overrides.policy,
             ratio=overrides.ratio,
+            serial=next(self._serials) if self._config.blend_on_miss == "build" else None,
+            model=self._model.fingerprint,
         )
+        sglang.set_salt(recv_req, state.blended_namespace(self._model))
+        return state
 
     def _build_prefix(self, prompt: ChunkedPrompt) -> bytes:
         """Return what the prompt's chunks are built behind."""

@@ -48,6 +48,28 @@ def new_internal_request(
     return req
 
 
+def step_length(scheduler: Any, limit: int) -> int:
+    """Return how many tokens one internal request may prefill, so that chunked prefill never cuts it.
+
+    A request that SGLang cuts occupies its only place for such requests: nobody else may be cut, and
+    whatever wants the server idle (a flush, new weights) finds it busy until the last piece is done.
+    So long work is cut by us, into requests that each end with their one step.
+
+    Args:
+        scheduler: SGLang's Scheduler.
+        limit: Longest step wanted, in tokens.
+
+    Returns:
+        A number of whole pages that depends on the server's settings alone.
+    """
+    chunk: int | None = scheduler.chunked_prefill_size
+    page: int = scheduler.page_size
+    if chunk is not None:
+        # Half of the prefill chunk is left to the decoding requests of a mixed batch.
+        limit = min(limit, chunk // 2 if scheduler.is_mixed_chunk else chunk)
+    return max(page, limit // page * page)
+
+
 def is_internal(req: Any) -> bool:
     """Tell whether a request is the server's own."""
     marked: bool = getattr(req, "sgl_blend_internal", False)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.fallback import FallbackReason
+from sgl_blend.namespaces import ModelFingerprint
 from sgl_blend.plan import BlendPlan, LayerSplit, Window
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.request import Span
+from sgl_blend.scheduler.loaded_model import LoadedModel
 
 ATTRIBUTE = "sgl_blend"
 """Attribute of SGLang's Req that holds the state."""
@@ -28,8 +30,11 @@ class RequestState:
         policy: Selection policy.
         ratio: Share of reused tokens to recompute.
         fallback: Why the request is not blended; None while it may be.
+        serial: A number that no other request has, if it shares its blended KV with nobody.
+        model: Fingerprint of the model that the keys are of; None without chunks.
         plan: What is reused in the current admission; None if nothing is.
         locks: Chunk nodes held for the plan.
+        retired: Plans given up while a forward that reads their slots was queued on the device.
         unprocessed_steps: Admitted prefill steps whose result is not in yet.
         all_steps_admitted: Whether the last prefill step is admitted.
         build_rounds: How often builds of its chunks were admitted while it waits.
@@ -44,8 +49,11 @@ class RequestState:
     policy: str
     ratio: float
     fallback: FallbackReason | None = None
+    serial: int | None = None
+    model: ModelFingerprint | None = None
     plan: BlendPlan | None = None
     locks: list[sglang.TreeLock] = field(default_factory=list)
+    retired: list[BlendPlan] = field(default_factory=list)
     unprocessed_steps: int = 0
     all_steps_admitted: bool = False
     build_rounds: int = 0
@@ -82,6 +90,28 @@ class RequestState:
         there = [tokens[span.start : span.stop].tobytes() for span in self.spans]
         if self.fallback is None and there != [key.tokens for key in self.keys]:
             self.fallback = FallbackReason.MALFORMED
+
+    def blended_namespace(self, model: LoadedModel) -> str:
+        """Name the namespace of the request's blended KV."""
+        return model.blended_namespace(
+            self.client_salt, policy=self.policy, ratio=self.ratio, serial=self.serial
+        )
+
+    def follow_model(self, model: LoadedModel) -> None:
+        """Look for chunks of the weights that are loaded now, not of those at arrival."""
+        self.model = model.fingerprint
+        salt = model.chunk_namespace(self.client_salt)
+        self.keys = tuple(replace(key, salt=salt) for key in self.keys)
+
+    def retire_plan(self) -> None:
+        """Give the plan up, but keep its tensors while a queued forward reads them.
+
+        They were made on the scheduler's stream; the allocator would hand their memory to its next
+        tensors at once, however far the forward has come on its own stream.
+        """
+        if self.plan is not None and self.unprocessed_steps > 0:
+            self.retired.append(self.plan)
+        self.plan = None
 
     def start_admission(self, *, hits: int, misses: int, fallback: FallbackReason | None) -> None:
         """Begin to count anew; a retracted request is admitted again from the start."""

@@ -14,6 +14,7 @@ from sgl_blend.scheduler.builds import ChunkBuilder, is_build
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
+from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState, state_of
 from sgl_blend.sglang_forward import join_outputs, take_requests
 
@@ -40,6 +41,7 @@ class BlendRuntime:
         admission: Admission,
         builder: ChunkBuilder,
         canary: Canary | None,
+        model: LoadedModel,
         fusor: Fusor,
         metrics: BlendMetrics,
         shares: FairShare,
@@ -50,6 +52,7 @@ class BlendRuntime:
         self.builder = builder
         self.canary = canary
         self.admission = admission
+        self._model = model
         self._fusor = fusor
         self._metrics = metrics
         self._shares = shares
@@ -97,7 +100,6 @@ class BlendRuntime:
         state.count_step(start, stop, window, layers=self._fusor.layers, last=last)
         if state.plan is not None:
             self._planned[req.rid] = state
-        self.builder.earn(stop - start)
         self._shares.admit(stop - start)
         if self.canary is not None and last and not state.counted:
             self.canary.consider(req, state)
@@ -167,7 +169,10 @@ class BlendRuntime:
             if state is None or state.unprocessed_steps == 0:
                 continue
             state.unprocessed_steps -= 1
-            if state.unprocessed_steps == 0 and state.all_steps_admitted:
+            if state.unprocessed_steps > 0:
+                continue
+            state.retired.clear()
+            if state.all_steps_admitted:
                 if not state.counted:  # a retracted request is prefilled again
                     self._metrics.add(state.report)
                     state.counted = True
@@ -178,11 +183,14 @@ class BlendRuntime:
         state = state_of(req)
         if state is None:
             return
+        self._planned.pop(req.rid, None)
+        self._drop_plan(state)
+
+    def _drop_plan(self, state: RequestState) -> None:
         for held in state.locks:
             sglang.unlock(self._tree, held)
         state.locks = []
-        state.plan = None
-        self._planned.pop(req.rid, None)
+        state.retire_plan()
 
     def before_evict(self, num_tokens: int) -> None:
         """Note that the tree is about to evict."""
@@ -191,7 +199,12 @@ class BlendRuntime:
     # --- background work ---
 
     def begin_round(self, running_batch: Any) -> None:
-        """Put background work into the waiting queue for one scheduling round, if any may run."""
+        """Put background work into the waiting queue for one scheduling round, if any may run.
+
+        With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
+        Requests of ours end with their prefill: they leave again, or each would cost a decode step.
+        """
+        sglang.take_out(running_batch, is_internal)
         if self.canary is not None:
             self.canary.collect()  # first, because it may switch blending off
         is_free = self.builder.offer(running_batch)
@@ -204,6 +217,8 @@ class BlendRuntime:
         if self.canary is not None:
             self.canary.withdraw()
 
+    # --- what an operator does ---
+
     def forget_pending(self) -> None:
         """Drop pending background work: a flushed cache is not refilled with what was there."""
         self.builder.forget_pending()
@@ -211,19 +226,33 @@ class BlendRuntime:
         if self.canary is not None:
             self.canary.drop_all()
 
-    def finish_internal(self, scheduler: Any) -> None:
+    def step_aside(self, scheduler: Any) -> None:
         """Process a batch of our own that was launched last, so that the scheduler counts as idle.
 
-        SGLang does the same at the end of its round; nothing is lost if it finds it done.
+        Called between rounds, before an order is carried out. SGLang does the same at the end of its
+        next round and loses nothing if it finds it done. A request of ours ends with its one step, so
+        nothing of it is left to be merged into the running batch.
         """
         last = scheduler.last_batch
         if last is None or not last.reqs or not all(is_internal(req) for req in last.reqs):
             return
+        self.builder.stop_timing()
         results = getattr(scheduler, "result_queue", None)
         while results:
             scheduler.process_batch_result(*results.popleft())
-        if all(req.finished() for req in last.reqs):
-            scheduler.last_batch = None
+        scheduler.last_batch = None
+        sglang.take_out(scheduler.running_batch, is_internal)
+
+    def weights_changed(self) -> None:
+        """Never use KV of the old weights again, and compare no answer of theirs with a new one.
+
+        A request in the middle of its prefill goes on without what it has not copied yet.
+        """
+        self._model.renew()
+        self.forget_pending()
+        for state in self._planned.values():
+            self._drop_plan(state)
+        self._planned.clear()
 
     # --- what operators see ---
 
@@ -231,10 +260,14 @@ class BlendRuntime:
         """Return settings and totals for /server_info."""
         return {
             **self._description,
+            "model_fingerprint": self._model.fingerprint,
+            "weight_updates": self._model.num_updates,
             **self._metrics.totals,
             "fallbacks": dict(self._metrics.fallbacks),
             "chunks_built": self.builder.num_built,
             "chunks_pending": self.builder.num_unfinished,
+            "build_steps": self.builder.num_steps,
+            "build_step_tokens": self.builder.step_tokens,
             "pool": sglang.pool_use(self._tree),
             "chunks_protected": self._shares.num_chunks,
             "canary": None if self.canary is None else self.canary.describe(),

@@ -187,6 +187,11 @@ SERVED = (
         "tests/test_laws.py",
     ),
     Road(
+        "flush, weight updates, memory release, pause",
+        "background work is taken back first; new weights never meet chunks of old ones",
+        "tests/test_orders.py, tests/test_operator.py",
+    ),
+    Road(
         "decode graphs, torch.compile of decoding",
         "blending ends with the prefill",
         "not run on a GPU yet",

@@ -33,6 +33,7 @@ from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
+from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.runtime import BlendRuntime
 from sgl_blend.separator import Separator, find_separator
 from sgl_blend.sglang_forward import decoder_layers, layer_pools
@@ -70,6 +71,11 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
         ),
         (f"{scheduler}.get_new_batch_prefill", "around", hooks.around_get_new_batch_prefill),
         (f"{scheduler}.process_batch_result", "after", hooks.after_process_batch_result),
+        (
+            f"{scheduler}.process_input_requests",
+            "around",
+            hooks.around_process_input_requests,
+        ),
         (f"{scheduler}.flush_cache", "around", hooks.around_flush_cache),
         (f"{scheduler}.get_internal_state", "after", hooks.after_get_internal_state),
         ("sglang.srt.managers.schedule_batch.Req.__init__", "after", hooks.after_req_init),
@@ -213,10 +219,10 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         profile = load_profile(config.blend_profile)
         check_architecture(profile, config.blend_profile, model_architecture)
     separator = find_separator(scheduler.tokenizer, config.blend_separator)
-    model = _model_fingerprint(scheduler)
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
+    model = LoadedModel(_model_fingerprint(scheduler), config, ranks)
     split = LayerSplit(config.blend_check_layer, len(layers))
     pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
@@ -225,7 +231,8 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     if config.blend_when == "faster" and config.blend_on_miss != "build":
         cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, ranks), split)
     shares = FairShare(store, scheduler.max_total_num_tokens)
-    builder = ChunkBuilder(scheduler, store, shares, ranks)
+    build_first = config.blend_on_miss == "build"
+    builder = ChunkBuilder(scheduler, store, shares, ranks, build_first=build_first)
     canary = _make_canary(config, scheduler, store, builder, ranks)
     runtime = BlendRuntime(
         intake=Intake(
@@ -242,16 +249,18 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
             cost_model=cost_model,
             layers=split,
             refund_limit=_batch_budget(scheduler) if config.blend_refund_budget else 0,
-            build_first=config.blend_on_miss == "build",
+            build_first=build_first,
+            model=model,
         ),
         builder=builder,
         canary=canary,
+        model=model,
         fusor=Fusor(runner, rotation, split, pools, kernel, ranks),
         metrics=BlendMetrics(**_publishing(scheduler, ranks)),
         shares=shares,
         tree=tree,
         description={
-            **_describe(config, separator, model),
+            **_describe(config, separator),
             "architecture": model_architecture,
             "attention": kernel.name,
             "dtype": str(runner.dtype).removeprefix("torch."),
@@ -299,14 +308,11 @@ def _publishing(scheduler: Any, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _describe(
-    config: BlendConfig, separator: Separator | None, model: ModelFingerprint
-) -> dict[str, Any]:
+def _describe(config: BlendConfig, separator: Separator | None) -> dict[str, Any]:
     return {
         **msgspec.to_builtins(config),
         "separator": None if separator is None else separator.text,
         "separator_id": None if separator is None else separator.token_id,
-        "model_fingerprint": model,
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ import torch
 from sgl_blend.errors import UnsupportedError
 
 TESTED_VERSIONS = ("0.5.17", "0.5.21", "0.5.23")
+
+TOKEN_BYTES = array("q").itemsize
+"""SGLang keeps token ids as 64-bit integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +203,11 @@ def pool_use(tree: Any) -> dict[str, int]:
     }
 
 
+def free_tokens(tree: Any) -> int:
+    """Return how many slots of a tree's pool hold nothing."""
+    return int(tree.token_to_kv_pool_allocator.available_size())
+
+
 def evictable_tokens(tree: Any) -> int:
     """Return how many tokens a tree could evict."""
     return int(tree.evictable_size())
@@ -358,8 +367,60 @@ def is_alone(adder: Any) -> bool:
 
 def fits_whole(req: Any, adder: Any) -> bool:
     """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
-    left = adder.rem_chunk_tokens
-    return left is None or len(req.origin_input_ids) - prefix_length(req) <= left
+    left, page = adder.rem_chunk_tokens, adder.page_size
+    pages = -(-(len(req.origin_input_ids) - prefix_length(req)) // page)
+    return left is None or pages * page <= left
+
+
+def take_out(batch: Any, leaves: Callable[[Any], bool]) -> None:
+    """Take requests out of a running batch, in place, before it decodes."""
+    kept = [index for index, req in enumerate(batch.reqs) if not leaves(req)]
+    if len(kept) < len(batch.reqs):
+        batch.filter_batch(keep_indices=kept)
+        batch.batch_is_full = False
+
+
+# --- what an operator does ----------------------------------------------------------------------
+
+_TRAFFIC = (
+    "TokenizedGenerateReqInput",
+    "TokenizedEmbeddingReqInput",
+    "BatchTokenizedGenerateReqInput",
+    "BatchTokenizedEmbeddingReqInput",
+    "AbortReq",
+)
+"""What clients cause; everything else that reaches the scheduler is an operator's order."""
+
+
+def is_order(received: Any) -> bool:
+    """Tell whether what the scheduler received is an order: flush, weights, memory, pause."""
+    return type(received).__name__ not in _TRAFFIC
+
+
+def may_end_weight_update(received: Any) -> bool:
+    """Tell whether an order can have changed weights without SGLang's hook for that.
+
+    Weights written from outside (RDMA) count from the end of their session on.
+    """
+    return type(received).__name__ == "EndWeightUpdateReqInput"
+
+
+def is_flush_waiting(scheduler: Any) -> bool:
+    """Tell whether a flush with a timeout waits for the server to be idle."""
+    return scheduler.flush_wrapper._pending is not None
+
+
+def takes_background_work(scheduler: Any) -> bool:
+    """Tell whether work that nobody asked for may run.
+
+    Not while weights or memory are released or in the middle of an update, nor while a flush waits.
+    """
+    updater = scheduler.weight_updater
+    return (
+        not updater.offload_tags
+        and getattr(updater, "_session", None) is None
+        and not is_flush_waiting(scheduler)
+    )
 
 
 def rank_group() -> Any:

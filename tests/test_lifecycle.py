@@ -213,40 +213,39 @@ def test_missing_chunks_of_a_request_are_built_in_one_batch(start_engine: StartE
     )
 
 
-def _builds_under_load(driver: Driver) -> tuple[int, int]:
-    """Keep plain requests waiting all the time and see whether a chunk gets built."""
+def _builds_under_load(driver: Driver) -> int:
+    """Keep plain requests waiting all the time until both chunks of a request are built."""
     driver.ask(rag(5, 6))
     rounds = 0
     waiting: list[Any] = []
-    while driver.runtime.builder.num_pending and rounds < 400:
+    deadline = time.monotonic() + 120
+    while driver.runtime.builder.num_pending and time.monotonic() < deadline:
         while len(driver.scheduler.waiting_queue) < 3:
             waiting.append(driver.submit(Prompt([random_tokens(1000 + rounds, 90)], salt="load")))
             rounds += 1
         driver.step()
+    built = driver.runtime.builder.num_built
     driver.run_until(lambda: all(req.finished() for req in waiting))
     driver.settle()
-    return rounds, driver.ask(rag(6, 5))[0].report["chunk_hits"]
+    return int(built)
 
 
 def test_background_builds_are_not_starved_by_a_full_queue(start_engine: StartEngine) -> None:
-    rounds, hits = start_engine().call(_builds_under_load)
-    assert hits == 2
-    assert rounds < 400
+    assert start_engine(max_total_tokens=5500).call(_builds_under_load) == 2
 
 
 def _pending_while_the_last_chunk_is_built(driver: Driver) -> tuple[int, int]:
     driver.ask(rag(0, 1))
     builder = driver.runtime.builder
-    driver.run_until(lambda: builder.num_pending == 0, limit=10**6)
-    assert builder.in_flight_rids
+    driver.run_until(lambda: builder.num_built == 1, limit=10**6)
+    driver.run_until(lambda: bool(builder.in_flight_rids), limit=10**6)
     during = driver.runtime.describe()["chunks_pending"]
     driver.settle()
     return during, driver.runtime.describe()["chunks_pending"]
 
 
 def test_a_chunk_is_pending_until_it_is_built(start_engine: StartEngine) -> None:
-    engine = start_engine()
-    engine.flush()
+    engine = start_engine(max_total_tokens=5600)
     assert engine.call(_pending_while_the_last_chunk_is_built) == (1, 0)
 
 
@@ -301,33 +300,37 @@ def test_the_next_turn_of_a_conversation_reuses_the_last_one_as_prefix(
 # --- builds, as an adversary of the scheduler would have them ---
 
 
-def _build_popped_from_the_queue(driver: Driver, on_miss: str) -> dict[str, Any]:
-    """Retract everything in the middle of a chunked build, then abort it where it waits."""
+def _build_aborted_in_flight(driver: Driver, on_miss: str) -> tuple[int, dict[str, Any]]:
+    """Abort everything, as an operator may, whenever a step of a build is in flight."""
     from sglang.srt.managers.io_struct import AbortReq
 
     first = driver.submit(rag(0, 1))
-    driver.run_until(lambda: driver.scheduler.chunked_req is not None)
-    chunked = driver.scheduler.chunked_req
-    if on_miss == "compute":
-        driver.run_until(first.finished)
-        driver.run_until(lambda: driver.scheduler.chunked_req is not None, limit=10**6)
-        chunked = driver.scheduler.chunked_req
-    driver.scheduler.abort_request(AbortReq(rid=chunked.rid))
-    driver.scheduler.process_pending_chunked_abort()
+    builder = driver.runtime.builder
+    driver.run_until(lambda: bool(builder.in_flight_rids), limit=10**6)
+    built = builder.num_built
     driver.scheduler.abort_request(AbortReq(rid="", abort_all=True))
+    driver.step()
+    built = builder.num_built - built
     driver.settle()
+    assert first.finished() or on_miss == "build"
     answer = driver.ask(rag(1, 0))[0]
     driver.settle()
     again = driver.ask(rag(0, 1, params={"sgl_blend_ratio": 0.4}))[0]  # not in the radix prefix
     assert answer.finish == "FINISH_LENGTH"
-    return again.report
+    return built, again.report
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("on_miss", ["compute", "build"])
-def test_an_aborted_build_is_not_waited_for(start_engine: StartEngine, on_miss: str) -> None:
-    engine = start_engine(blend_on_miss=on_miss, chunked_prefill_size=32)
+def test_an_aborted_build_is_not_waited_for(
+    start_engine: StartEngine, on_miss: str, overlap: bool
+) -> None:
+    engine = start_engine(
+        blend_on_miss=on_miss, chunked_prefill_size=32, disable_overlap_schedule=not overlap
+    )
     engine.flush()
-    report = engine.call(_build_popped_from_the_queue, on_miss)
+    built, report = engine.call(_build_aborted_in_flight, on_miss)
+    assert built == 0, "an aborted step counts as built"
     assert report["chunk_hits"] == 2
 
 

@@ -1,0 +1,56 @@
+"""Where a build is cut: a pure function of lengths, of the step's length and of what is stored."""
+
+from dataclasses import dataclass
+
+from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
+
+
+@dataclass(frozen=True, slots=True)
+class BuildStep:
+    """One step of a build.
+
+    Attributes:
+        key: What is built: a chunk, or a build prefix as a chunk of no tokens.
+        done: Tokens of the key's path that are there; the step computes all behind them.
+        stop: Where it ends.
+    """
+
+    key: ChunkKey
+    done: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the chunk is built when this step ends."""
+        return self.key.length > 0 and self.stop == self.key.prefix_length + self.key.length
+
+
+class StepPlanner:
+    """Cuts builds into steps of at most step_tokens.
+
+    Cuts lie at multiples of the step's length, counted from where build prefix or chunk begin (at a
+    page, since the tree holds whole pages). KV that ends between two cuts was computed for another
+    chunk which begins alike, and is computed again.
+    """
+
+    def __init__(self, store: ChunkStore, step_tokens: int) -> None:
+        self._store = store
+        self.step_tokens = step_tokens
+
+    def next_step(self, key: ChunkKey) -> BuildStep | None:
+        """Return the next step: first of the build prefix, then of the chunk; None if all is stored."""
+        path = key.path
+        stored = self._store.stored_tokens(path, salt=key.salt, extra_key=key.extra_key)
+        begin = self._store.whole_pages(key.prefix_length)
+        if stored < begin:
+            key, begin, end = key.prefix_only, 0, key.prefix_length
+        elif stored < self._store.whole_pages(len(path)):
+            end = len(path)
+        else:
+            return None
+        done = begin + (stored - begin) // self.step_tokens * self.step_tokens
+        return BuildStep(key, done, min(done + self.step_tokens, end))
+
+    def count(self, key: ChunkKey) -> int:
+        """Return how many steps a chunk and its build prefix take if nothing is stored."""
+        return -(-key.prefix_length // self.step_tokens) + -(-key.length // self.step_tokens)
