@@ -7,7 +7,9 @@ A real server with --enable-blend serves the trained test model with far less KV
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
 send, all at the same time: blended and plain requests, streamed and not, n = 2, long prompts that are
 cut by chunked prefill, long outputs, tiny prompts, prompt logprobs, malformed parameters, and requests
-they hang up on before or after the first token.
+they hang up on before or after the first token. At random moments an operator (soak_operators.py)
+flushes the cache, loads the weights again, releases and resumes memory, and pauses and continues, most
+of it right behind an answer whose chunks are still being built.
 
 Checked, and each violation fails the run:
 
@@ -15,7 +17,11 @@ Checked, and each violation fails the run:
                 a stock server without the plugin; a difference counts unless the two likeliest tokens
                 were within 0.001 nats there
     reports     prefix + reused + recomputed + computed tokens are the prompt, for every answer
-    status      200, or 400 for malformed requests, and nothing else
+    status      200, or 400 for malformed requests, and nothing else; a flush may give 400 while clients
+                wait, as on stock
+    operator    behind each operation an answer without blending and one at ratio 1 are compared; a
+                flush leaves nothing pending and the whole pool free; no build runs on released memory
+                or in a pause
     memory      SGLang's strict check of all slots runs whenever the server is idle and ends it on a
                 leak; the run pauses once a minute so that it is; at the end nothing is locked and free
                 and evictable slots are the whole pool
@@ -34,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from soak_operators import Gate, Operator
 from soak_traffic import KINDS, Tally, Traffic
 
 from sgl_blend.bench.server import Server, running
@@ -67,16 +74,15 @@ def resident_bytes(server: Server) -> int:
     return total * os.sysconf("SC_PAGE_SIZE")
 
 
-async def watch(server: Server, tally: Tally, until_s: float, gate: asyncio.Event) -> None:
+async def watch(server: Server, tally: Tally, until_s: float, gate: Gate) -> None:
     """Look at memory, and pause the traffic once a minute so that the idle check runs."""
     start = time.monotonic()
     next_pause = start + PAUSE_EVERY_S
     while time.monotonic() < until_s:
         await asyncio.sleep(2.0)
         if time.monotonic() > next_pause:
-            gate.clear()
-            await asyncio.to_thread(wait_until_idle, server, tally)
-            gate.set()
+            async with gate.closed():
+                await asyncio.to_thread(wait_until_idle, server, tally)
             next_pause = time.monotonic() + PAUSE_EVERY_S
         tally.rss.append((time.monotonic() - start, resident_bytes(server)))
 
@@ -94,8 +100,8 @@ def wait_until_idle(server: Server, tally: Tally) -> None:
     tally.violations.append(f"the server never came to rest: {pool}")
 
 
-async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> None:
-    """Run all clients for a while."""
+async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> list[str]:
+    """Run all clients and the operator for a while; return what the operator's doings are called."""
     limits = httpx.Limits(max_connections=64)
     async with (
         httpx.AsyncClient(
@@ -105,12 +111,14 @@ async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> No
     ):
         traffic = Traffic(mine, theirs, tally, blend.info()["separator"])
         until_s = time.monotonic() + minutes * 60
-        gate = asyncio.Event()
-        gate.set()
+        gate = Gate()
+        operator = Operator(mine, traffic, tally, MODEL)
         await asyncio.gather(
             watch(blend, tally, until_s, gate),
+            operator.run(until_s, gate),
             *(traffic.run_client(number, until_s, gate) for number in range(CLIENTS)),
         )
+    return operator.kinds
 
 
 def growth(rss: list[tuple[float, int]]) -> float:
@@ -127,19 +135,23 @@ def retractions(server: Server) -> int:
     return int(sum(float(value) for value in found))
 
 
-def report(tally: Tally, info: dict[str, Any], retracted: int, seconds: float) -> dict[str, Any]:
+def report(
+    tally: Tally, info: dict[str, Any], retracted: int, seconds: float, operations: list[str]
+) -> dict[str, Any]:
     """Put everything together, judge it and return it for the JSON file."""
     grown = growth(tally.rss)
     tally.expect(grown <= MAX_GROWTH, f"RSS grew by {grown:.1%}")
     tally.expect(retracted > 0, "nothing was retracted, the pool is too large for this traffic")
     tally.expect(info["chunk_hits"] > 0, "no chunk was ever hit")
     tally.expect(tally.counts["compared"] > 0, "nothing was compared")
+    tally.expect(tally.counts["operations beside builds"] > 0, "no operation met a build")
     done = sum(tally.counts[kind] for kind in KINDS)
     return {
         "requests": done,
         "requests_per_s": done / seconds,
         "prompt_tokens_per_s": sum(tally.tokens.values()) / seconds,
         "counts": dict(tally.counts),
+        "operations": {kind: tally.counts[kind] for kind in operations},
         "tokens": dict(tally.tokens),
         "ttft_ms": {
             kind: {
@@ -172,10 +184,10 @@ def main() -> int:
     ):
         start = time.monotonic()
         try:
-            asyncio.run(soak(blend, stock, tally, args.minutes))
+            operations = asyncio.run(soak(blend, stock, tally, args.minutes))
             seconds = time.monotonic() - start
             wait_until_idle(blend, tally)
-            found = report(tally, blend.info(), retractions(blend), seconds)
+            found = report(tally, blend.info(), retractions(blend), seconds, operations)
         except httpx.HTTPError as err:
             print((logs / "soak-blend.log").read_text()[-3000:])
             print(f"the server is gone after {time.monotonic() - start:.0f} s: {err!r}")
@@ -191,7 +203,8 @@ def main() -> int:
     print(
         f"soak {args.minutes:g} min: {found['requests']} requests, {found['retracted']} retracted, "
         f"{tally.counts['idle checks']} idle checks without a leaked slot, "
-        f"{tally.counts['compared']} compared, RSS {found['rss_growth']:+.1%}, "
+        f"{sum(found['operations'].values())} operations, {tally.counts['operations beside builds']} "
+        f"of them beside builds, {tally.counts['compared']} compared, RSS {found['rss_growth']:+.1%}, "
         f"{len(tally.violations)} violations"
     )
     return 1 if tally.violations else 0

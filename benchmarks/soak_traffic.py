@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -33,6 +33,13 @@ KINDS = {
     "logprobs": 2,
 }
 """Kinds of requests and how many of a hundred."""
+
+
+class Waits(Protocol):
+    """What a client waits at before each request."""
+
+    async def wait(self) -> None:
+        """Return when it may go on."""
 
 
 @dataclass
@@ -73,6 +80,8 @@ class Traffic:
         self._systems = [str(item["system"]) for item in items[:2]]
         self._documents = [f"<doc> {chunk}" for item in items for chunk in _texts(item["chunks"])]
         self._questions = [f"<ask> {item['question']}" for item in items]
+        self._active = 0
+        self.left_at_s = 0.0  # when a client last hung up
         self._actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             "blended": self.blended,
             "streamed": self.streamed,
@@ -214,6 +223,7 @@ class Traffic:
                     pass
         except TimeoutError:
             self._tally.counts["hung up"] += 1
+            self.left_at_s = time.monotonic()
 
     async def tiny(self, draw: random.Random) -> None:
         """One token, or chunks too short to be reused."""
@@ -249,18 +259,34 @@ class Traffic:
             got = answer["meta_info"]["input_token_logprobs"]
             self._tally.expect(len(got) > 1, "no logprobs of the prompt")
 
-    async def run_client(self, number: int, until_s: float, gate: asyncio.Event) -> None:
+    async def check_answer(self, draw: random.Random, ratio: float | None) -> None:
+        """Compare one answer with stock's: at a ratio, or without blending."""
+        text = self.prompt(draw, draw.randint(1, 5))
+        body = self.body(draw, text if ratio is not None else text.replace(self._separator, ""))
+        if ratio is not None:
+            body["sampling_params"]["custom_params"] = {"sgl_blend_ratio": ratio}
+        await self.compare(body)
+
+    async def until_left(self) -> None:
+        """Return when no client waits for an answer."""
+        while self._active:
+            await asyncio.sleep(0.02)
+
+    async def run_client(self, number: int, until_s: float, gate: Waits) -> None:
         """Send requests one after another until the time is over; wait while the gate is closed."""
         draw = random.Random(f"client {number}")
         while time.monotonic() < until_s:
             await gate.wait()
             (kind,) = draw.choices(list(KINDS), list(KINDS.values()))
             self._tally.counts[kind] += 1
+            self._active += 1
             try:
                 await self._actions[kind](draw)
             except httpx.HTTPError as err:
                 self._tally.violations.append(f"{kind}: {type(err).__name__} {err}")
                 return
+            finally:
+                self._active -= 1
 
 
 def _texts(value: object) -> list[str]:
