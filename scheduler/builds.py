@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_orders
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.ranks import Ranks
@@ -199,7 +200,7 @@ class ChunkBuilder:
         rest = busy and self._offered_last_round
         self._offered_last_round = False
         is_charged = self._tell_time(busy=busy)
-        if not sglang.takes_background_work(scheduler):
+        if not sglang_orders.takes_background_work(scheduler):
             return False
         if rest or self._in_flight or scheduler.chunked_req is not None:
             return False

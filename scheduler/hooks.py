@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_orders
 from sgl_blend.scheduler.request_state import ATTRIBUTE, RequestState, state_of
 from sgl_blend.scheduler.runtime import BlendRuntime
 
@@ -128,11 +128,11 @@ def around_process_input_requests(
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, recv_reqs, *args, **kwargs)
-    orders = [received for received in recv_reqs or () if sglang.is_order(received)]
-    if orders or sglang.is_flush_waiting(scheduler):
+    orders = [received for received in recv_reqs or () if sglang_orders.is_order(received)]
+    if orders or sglang_orders.is_flush_waiting(scheduler):
         runtime.step_aside(scheduler)
     result = orig(scheduler, recv_reqs, *args, **kwargs)
-    if any(sglang.may_end_weight_update(order) for order in orders):
+    if any(sglang_orders.may_end_weight_update(order) for order in orders):
         runtime.weights_changed()
     return result
 

@@ -37,6 +37,7 @@ from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.runtime import BlendRuntime
 from sgl_blend.separator import Separator, find_separator, seam_warning
 from sgl_blend.sglang_forward import decoder_layers, layer_pools
+from sgl_blend.sglang_tree import eviction_targets, reset_targets
 from sgl_blend.trial import run_trial
 
 logger = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
             "around",
             hooks.around_forward_raw,
         ),
-        *((target, "before", hooks.before_evict) for target in sglang.eviction_targets()),
-        *((target, "before", hooks.before_reset) for target in sglang.reset_targets()),
+        *((target, "before", hooks.before_evict) for target in eviction_targets()),
+        *((target, "before", hooks.before_reset) for target in reset_targets()),
         ("sglang.srt.mem_cache.common.release_kv_cache", "before", hooks.before_release_kv_cache),
         (
             "sglang.srt.managers.scheduler_components.weight_updater."

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,25 +188,6 @@ def lock(tree: Any, node: Any) -> TreeLock:
 def unlock(tree: Any, held: TreeLock) -> None:
     """Give a lock back."""
     tree.dec_lock_ref(held.node, held.receipt)
-
-
-def eviction_targets() -> list[str]:
-    """Return the methods through which SGLang's trees evict; the first argument but self says what."""
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    unified = "_evict" if hasattr(UnifiedRadixCache, "_evict") else "evict"
-    return [
-        f"sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.{unified}",
-        "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
-    ]
-
-
-def reset_targets() -> list[str]:
-    """Return the methods through which SGLang's trees forget everything."""
-    return [
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
-        "sglang.srt.mem_cache.radix_cache.RadixCache.reset",
-    ]
 
 
 def pool_use(tree: Any) -> dict[str, int]:
@@ -393,57 +373,6 @@ def fits_whole(req: Any, adder: Any) -> bool:
     left, page = adder.rem_chunk_tokens, adder.page_size
     pages = -(-(len(req.origin_input_ids) - prefix_length(req)) // page)
     return left is None or pages * page <= left
-
-
-def take_out(batch: Any, leaves: Callable[[Any], bool]) -> None:
-    """Take requests out of a running batch, in place, before it decodes."""
-    kept = [index for index, req in enumerate(batch.reqs) if not leaves(req)]
-    if len(kept) < len(batch.reqs):
-        batch.filter_batch(keep_indices=kept)
-        batch.batch_is_full = False
-
-
-# --- what an operator does ----------------------------------------------------------------------
-
-_TRAFFIC = (
-    "TokenizedGenerateReqInput",
-    "TokenizedEmbeddingReqInput",
-    "BatchTokenizedGenerateReqInput",
-    "BatchTokenizedEmbeddingReqInput",
-    "AbortReq",
-)
-"""What clients cause; everything else that reaches the scheduler is an operator's order."""
-
-
-def is_order(received: Any) -> bool:
-    """Tell whether what the scheduler received is an order: flush, weights, memory, pause."""
-    return type(received).__name__ not in _TRAFFIC
-
-
-def may_end_weight_update(received: Any) -> bool:
-    """Tell whether an order can have changed weights without SGLang's hook for that.
-
-    Weights written from outside (RDMA) count from the end of their session on.
-    """
-    return type(received).__name__ == "EndWeightUpdateReqInput"
-
-
-def is_flush_waiting(scheduler: Any) -> bool:
-    """Tell whether a flush with a timeout waits for the server to be idle."""
-    return scheduler.flush_wrapper._pending is not None
-
-
-def takes_background_work(scheduler: Any) -> bool:
-    """Tell whether work that nobody asked for may run.
-
-    Not while weights or memory are released or in the middle of an update, nor while a flush waits.
-    """
-    updater = scheduler.weight_updater
-    return (
-        not updater.offload_tags
-        and getattr(updater, "_session", None) is None
-        and not is_flush_waiting(scheduler)
-    )
 
 
 def rank_group() -> Any:

@@ -133,3 +133,22 @@ class _NodeBranch:
             return None
         slots = values[0] if len(values) == 1 else torch.cat(values)
         return TreeMatch(slots, node, start)
+
+
+def eviction_targets() -> list[str]:
+    """Return the methods through which SGLang's trees evict; the first argument but self says what."""
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    unified = "_evict" if hasattr(UnifiedRadixCache, "_evict") else "evict"
+    return [
+        f"sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.{unified}",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
+    ]
+
+
+def reset_targets() -> list[str]:
+    """Return the methods through which SGLang's trees forget everything."""
+    return [
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
+        "sglang.srt.mem_cache.radix_cache.RadixCache.reset",
+    ]
