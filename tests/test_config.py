@@ -23,7 +23,7 @@ from sgl_blend.config import (
 from sgl_blend.errors import ConfigError
 from sgl_blend.namespaces import architecture
 from sgl_blend.policies import POLICIES
-from sgl_blend.profile import Profile, check_architecture
+from sgl_blend.profile import FORMAT, NOT_JUDGED, Profile, Quality, check_architecture
 
 BAD: list[tuple[str, Any, str]] = [
     ("blend_recompute_ratio", 1.5, r"blend_recompute_ratio must be a number in \[0, 1\], got 1.5"),
