@@ -81,7 +81,7 @@ def count_rows(driver: Any, policy: str) -> list[int]:
         layer.mlp.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
         for layer in runner.model.model.layers
     ]
-    try_once(driver, blend_policy=policy)
+    try_once(driver, blend_policy=policy, blend_eval=policy == "oracle")
     for handle in handles:
         handle.remove()
     return seen
