@@ -138,17 +138,23 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     started.close()
 
 
-def tensors_of(model: Path) -> dict[str, Any]:
-    """Return a body that sets one parameter to what it is."""
-    from safetensors.torch import load_file
-    from sglang.srt.utils import MultiprocessingSerializer
+class SharedTensors:
+    """Bodies that set one parameter to what it is; each is read once, while this object lives."""
 
-    set_sharing_strategy: Any = torch.multiprocessing.set_sharing_strategy
-    set_sharing_strategy("file_system")  # by name: any process may open it
-    name = "model.norm.weight"
-    named = [(name, load_file(model / "model.safetensors")[name])]
-    data = MultiprocessingSerializer.serialize(named)
-    return {"serialized_named_tensors": [base64.b64encode(data).decode()], "flush_cache": True}
+    def __init__(self, model: Path) -> None:
+        set_sharing_strategy: Any = torch.multiprocessing.set_sharing_strategy
+        set_sharing_strategy("file_system")  # by name: any process may open it
+        self._file = model / "model.safetensors"
+        self._held: list[Any] = []
+
+    def body(self) -> dict[str, Any]:
+        from safetensors.torch import load_file
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        name = "model.norm.weight"
+        self._held.append([(name, load_file(self._file)[name])])
+        data = MultiprocessingSerializer.serialize(self._held[-1])
+        return {"serialized_named_tensors": [base64.b64encode(data).decode()], "flush_cache": True}
 
 
 class Operator:
@@ -156,13 +162,13 @@ class Operator:
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self._tensors = tensors_of(servers.model)
+        self._tensors = SharedTensors(servers.model)
         self._stock: dict[str, list[int]] = {}
 
     def _send(self, server: LiveServer, call: Call) -> int:
         body = call.body
         if body is not None:
-            body = self._tensors if "tensors" in body else body
+            body = self._tensors.body() if "tensors" in body else body
             if body.get("model_path") == "MODEL":
                 body = {**body, "model_path": str(self._servers.model)}
         response = server.call(call.method, call.path, json=body)
@@ -176,12 +182,13 @@ class Operator:
                 statuses.append(self._send(server, step))
             elif step == EMPTY:
                 info = server.info()
-                assert info["chunks_pending"] == 0, step
-                assert info["pool"]["free"] == info["pool"]["capacity"], step
+                found = info["chunks_pending"], info["pool"]
+                empty = found[0] == 0 and found[1]["free"] == found[1]["capacity"]
+                assert empty, f"{step}: {found} behind {statuses}"
             else:
                 before = progress(server)
                 time.sleep(WATCH_S)
-                assert progress(server) == before, step
+                assert progress(server) == before, f"{step} behind {statuses}"
         return statuses
 
     def stock_statuses(self, script: str) -> list[int]:
