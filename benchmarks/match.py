@@ -140,7 +140,7 @@ def metadata_bytes(driver: Driver, system: array[int]) -> float:
     count = 2000
     for number in range(count):
         tokens = _chunk(number).tobytes()
-        shares.use(ChunkKey(driver.chunk_salt(), None, prefix, tokens))
+        shares.built(ChunkKey(driver.chunk_salt(), None, prefix, tokens))
     used = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     shares.clear()

@@ -12,11 +12,13 @@ lost by eviction, like any prefix; the tree's accounting holds for it unchanged.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.request import Span
+from sgl_blend.sglang_tree import find_branch
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,7 @@ class ChunkKey:
         return ChunkKey(self.salt, self.extra_key, self.prefix, b"")
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkHit:
+class ChunkHit(NamedTuple):
     """Stored KV of a chunk, or of its first tokens.
 
     Attributes:
@@ -76,18 +77,62 @@ class ChunkHit:
 
 
 class ChunkStore:
-    """Finds and locks chunk KV in the server's tree; owns no state and no memory."""
+    """Finds and locks chunk KV in the server's tree; owns no memory."""
 
     def __init__(self, tree: Any, page_size: int) -> None:
         self._tree = tree
         self._page_size = page_size
+        self._removals = 0
 
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
-        found = sglang.match(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
-        prefix_length = key.prefix_length
-        stored = len(found) - prefix_length
-        return ChunkHit(key, span, found, prefix_length, stored) if stored > 0 else None
+        return self.find_all([key], [span])[0]
+
+    def find_all(self, keys: Sequence[ChunkKey], spans: Sequence[Span]) -> list[ChunkHit | None]:
+        """Return per chunk what is stored of it on the device, or None if not a token is.
+
+        The build prefix counts as used, the chunks do not: see touch().
+
+        Args:
+            keys: Chunks of one request: all behind the same build prefix, in one namespace.
+            spans: Their places in the request.
+        """
+        if not keys:
+            return []
+        salt, extra_key, prefix = keys[0].salt, keys[0].extra_key, keys[0].prefix
+        branch = find_branch(
+            self._tree,
+            array("q", prefix),
+            page_size=self._page_size,
+            salt=salt,
+            extra_key=extra_key,
+        )
+        hits: list[ChunkHit | None] = [None] * len(keys)
+        if branch is None:
+            return hits
+        find, prefix_length = branch.find, keys[0].prefix_length
+        for index, key in enumerate(keys):
+            found = find(array("q", prefix + key.tokens))
+            if found is not None and (stored := len(found) - prefix_length) > 0:
+                hits[index] = ChunkHit(key, spans[index], found, prefix_length, stored)
+        return hits
+
+    def touch(self, key: ChunkKey) -> None:
+        """Count a chunk and its build prefix as used now."""
+        sglang.match(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
+
+    @property
+    def stamp(self) -> tuple[int, int]:
+        """How often something was removed from the tree, and how many tokens it holds.
+
+        While the first number is the same, what was found is where it was; while both are, nothing
+        was added either, because without removals a tree that is added to grows.
+        """
+        return self._removals, sglang.stored_tokens(self._tree)
+
+    def note_removal(self) -> None:
+        """Note that the tree is about to evict, or to forget everything."""
+        self._removals += 1
 
     def find_prefix(
         self,
@@ -102,11 +147,11 @@ class ChunkStore:
 
     def holds_all(self, hit: ChunkHit) -> bool:
         """Tell whether a hit is as long as the tree's pages allow."""
-        wanted = hit.prefix_length + len(hit.span)
+        wanted = hit.prefix_length + hit.span.stop - hit.span.start
         return hit.prefix_length + hit.num_tokens >= wanted // self._page_size * self._page_size
 
     def is_complete(self, key: ChunkKey) -> bool:
-        """Tell whether as much of a chunk is stored as the tree's pages can hold."""
+        """Tell whether as much of a chunk is stored as the tree's pages can hold; it counts as used."""
         path = key.path
         if len(path) < self._page_size:
             return True

@@ -2,15 +2,26 @@
 
 The tree evicts what was used least recently, whoever it belongs to. It offers no other say, but a match
 counts as a use. So before it evicts, protected chunks are matched again when they come near the old
-end, and a flood pays with its own. Protected are each active tenant's most recently used chunks: up to
-its equal part of the pool, and of all tenants together up to three quarters of what could be evicted,
-where those with the most give way first. While one tenant is alone nothing is done.
+end, and a flood pays with its own. Protected are the most recently used chunks of each share: up to an
+equal part of the pool, and of all shares together up to three quarters of what could be evicted, where
+those with the most give way first. While one tenant is alone nothing is done.
+
+SGLang knows a tenant by its salt alone, and a client may send as many salts as it likes. So a salt
+earns a share of its own by reuse: 32 at most have one, those whose chunks were hit for the most tokens
+lately. All others together have one share, in which those with the most give way first too. A thousand
+fresh salts hold one share, whoever has earned one keeps at least a 33rd, and to take it away another
+salt must be hit for more.
 """
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
+
+_MAX_SHARES = 32
+"""Salts with a share of their own."""
+_MAX_OTHERS = 256
+"""Salts in the common share; the one that came last longest ago is forgotten first."""
 
 
 @dataclass(slots=True)
@@ -19,18 +30,56 @@ class _Tenant:
 
     Attributes:
         chunks: Per chunk its tokens and how much had been evicted when it was last used.
-        tokens: Their tokens together.
+        tokens: Their tokens together, and those of the build prefixes they are stored behind.
+        prefixes: Build prefixes, each held once: the bytes and how many chunks are behind it.
         last_use: How much had been admitted at the tenant's last request.
+        reused: Tokens for which its chunks were hit; halved each time the pool was admitted once.
+        epoch: How often the pool had been admitted when it was halved last.
     """
 
     chunks: OrderedDict[ChunkKey, tuple[int, int]] = field(default_factory=OrderedDict)
     tokens: int = 0
+    prefixes: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
     last_use: int = 0
+    reused: int = 0
+    epoch: int = 0
+
+    def put(self, key: ChunkKey, evicted: int) -> None:
+        """Make a chunk the most recently used one."""
+        if key in self.chunks:
+            self.chunks[key] = key.length, evicted
+            self.chunks.move_to_end(key)
+            return
+        prefix, count = self.prefixes.get(key.prefix, (key.prefix, 0))
+        self.prefixes[prefix] = prefix, count + 1
+        if prefix is not key.prefix:
+            key = ChunkKey(key.salt, key.extra_key, prefix, key.tokens)
+        self.chunks[key] = key.length, evicted
+        self.tokens += key.length + (0 if count else key.prefix_length)
 
     def drop(self, key: ChunkKey) -> None:
+        """Forget a chunk, and its build prefix with the last chunk behind it."""
         known = self.chunks.pop(key, None)
-        if known is not None:
-            self.tokens -= known[0]
+        if known is None:
+            return
+        self.tokens -= known[0]
+        prefix, count = self.prefixes[key.prefix]
+        if count > 1:
+            self.prefixes[prefix] = prefix, count - 1
+        else:
+            del self.prefixes[prefix]
+            self.tokens -= key.prefix_length
+
+    def trim(self, level: int) -> None:
+        """Forget least recently used chunks until no more than level tokens are left."""
+        while self.tokens > level and self.chunks:
+            self.drop(next(iter(self.chunks)))
+
+    def decay(self, epoch: int) -> int:
+        """Return the tokens reused lately."""
+        self.reused >>= min(64, epoch - self.epoch)
+        self.epoch = epoch
+        return self.reused
 
 
 class FairShare:
@@ -47,7 +96,9 @@ class FairShare:
     def __init__(self, store: ChunkStore, capacity: int) -> None:
         self._store = store
         self._capacity = capacity
-        self._tenants: dict[str, _Tenant] = {}
+        self._owners: dict[str, _Tenant] = {}
+        self._others: OrderedDict[str, _Tenant] = OrderedDict()
+        self._others_tokens = 0
         self._evicted = 0
         self._admitted = 0
         self._older = capacity
@@ -57,17 +108,25 @@ class FairShare:
     @property
     def num_chunks(self) -> int:
         """Chunks that metadata is held of; their tokens together never exceed the pool."""
-        return sum(len(tenant.chunks) for tenant in self._tenants.values())
+        return sum(len(tenant.chunks) for tenant in self._tenants())
 
-    def use(self, key: ChunkKey) -> None:
-        """Note that a chunk was built or hit."""
-        self._older = min(self._older, self._store.evictable_tokens)
-        tenant = self._tenants.setdefault(key.salt, _Tenant())
-        tenant.last_use = self._admitted
-        tenant.drop(key)
-        tenant.chunks[key] = (key.length, self._evicted)
-        tenant.tokens += key.length
-        self._trim(tenant, self._capacity)
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that metadata is held of."""
+        return len(self._owners) + len(self._others)
+
+    def built(self, key: ChunkKey) -> None:
+        """Note that a chunk was built."""
+        self._use(key, 0)
+
+    def hit(self, key: ChunkKey, num_tokens: int) -> None:
+        """Note that a request reuses a chunk.
+
+        Args:
+            key: The chunk.
+            num_tokens: Tokens reused; 0 if the chunk was built for this very request.
+        """
+        self._use(key, num_tokens)
 
     def admit(self, num_tokens: int) -> None:
         """Advance the clock of activity by a request's prefill."""
@@ -87,21 +146,84 @@ class FairShare:
         if self._evicted < self._look_at and 2 * self._older >= self._older_then:
             return  # decoding evicts a few tokens at a time
         self._forget_idle()
-        if len(self._tenants) < 2:
+        if self.num_tenants < 2:
             return
-        level = _water_level([t.tokens for t in self._tenants.values()], evictable * 3 // 4)
-        for tenant in self._tenants.values():
-            self._trim(tenant, level)
-        protected = sum(tenant.tokens for tenant in self._tenants.values())
+        self._trim(evictable * 3 // 4)
+        protected = sum(tenant.tokens for tenant in self._tenants())
         horizon = max(0, self._older - protected) // 2
         self._look_at, self._older_then = self._evicted + horizon // 4, self._older
-        # What is matched last is evicted last: the smallest tenants are.
-        for tenant in sorted(self._tenants.values(), key=lambda t: t.tokens, reverse=True):
-            self._refresh(tenant, horizon)
+        # What is matched last is evicted last: the smallest tenants are, behind them those who have
+        # earned a share.
+        for group in (self._others, self._owners):
+            for tenant in sorted(group.values(), key=lambda t: t.tokens, reverse=True):
+                self._refresh(tenant, horizon)
 
     def clear(self) -> None:
         """Forget all chunks, because the cache was flushed."""
-        self._tenants.clear()
+        self._owners.clear()
+        self._others.clear()
+        self._others_tokens = 0
+
+    def _tenants(self) -> list[_Tenant]:
+        return [*self._others.values(), *self._owners.values()]
+
+    def _use(self, key: ChunkKey, reused: int) -> None:
+        self._older = min(self._older, self._store.evictable_tokens)
+        tenant = self._tenant_of(key.salt, reused)
+        before = tenant.tokens
+        tenant.put(key, self._evicted)
+        tenant.trim(self._share)
+        if key.salt in self._owners:
+            return
+        self._others_tokens += tenant.tokens - before
+        if self._others_tokens > self._share + self._share // 8:  # seldom: it looks at all of them
+            self._trim_others(self._share)
+
+    def _tenant_of(self, salt: str, reused: int) -> _Tenant:
+        """Return a tenant, which moves to a share of its own if it has earned one."""
+        epoch = self._admitted // self._capacity
+        tenant = self._owners.get(salt)
+        if tenant is None:
+            tenant = self._others.setdefault(salt, _Tenant(epoch=epoch))
+            self._others.move_to_end(salt)
+        tenant.last_use = self._admitted
+        tenant.reused = tenant.decay(epoch) + reused
+        if reused and salt not in self._owners:
+            self._promote(salt, tenant, epoch)
+        if len(self._others) > _MAX_OTHERS:
+            self._others_tokens -= self._others.popitem(last=False)[1].tokens
+        return tenant
+
+    def _promote(self, salt: str, tenant: _Tenant, epoch: int) -> None:
+        if len(self._owners) == _MAX_SHARES:
+            least = min(self._owners, key=lambda owner: self._owners[owner].decay(epoch))
+            if self._owners[least].reused >= tenant.reused:
+                return
+            self._demote(least)
+        self._owners[salt] = self._others.pop(salt)
+        self._others_tokens -= tenant.tokens
+
+    def _demote(self, salt: str) -> None:
+        tenant = self._others[salt] = self._owners.pop(salt)
+        self._others_tokens += tenant.tokens
+
+    @property
+    def _share(self) -> int:
+        return self._capacity // max(1, len(self._owners) + bool(self._others))
+
+    def _trim(self, total: int) -> None:
+        """Cut the shares down until they hold no more than total together."""
+        amounts = [tenant.tokens for tenant in self._owners.values()]
+        level = min(self._share, _water_level([*amounts, self._others_tokens], total))
+        for tenant in self._owners.values():
+            tenant.trim(level)
+        self._trim_others(level)
+
+    def _trim_others(self, total: int) -> None:
+        level = _water_level([tenant.tokens for tenant in self._others.values()], total)
+        for tenant in self._others.values():
+            tenant.trim(level)
+        self._others_tokens = sum(tenant.tokens for tenant in self._others.values())
 
     def _refresh(self, tenant: _Tenant, horizon: int) -> None:
         while tenant.chunks:
@@ -116,19 +238,16 @@ class FairShare:
             if next(iter(tenant.chunks.values()))[1] == self._evicted:
                 return  # all of them are refreshed
 
-    def _trim(self, tenant: _Tenant, level: int) -> None:
-        share = min(level, self._capacity // max(1, len(self._tenants)))
-        while tenant.tokens > share and tenant.chunks:
-            tenant.drop(next(iter(tenant.chunks)))
-
     def _forget_idle(self) -> None:
-        idle = [
-            salt
-            for salt, tenant in self._tenants.items()
-            if self._admitted - tenant.last_use > 2 * self._capacity
-        ]
-        for salt in idle:
-            del self._tenants[salt]
+        """Forget who has not come for long; who was not hit lately loses the share of its own."""
+        epoch = self._admitted // self._capacity
+        for group in (self._owners, self._others):
+            for salt, tenant in list(group.items()):
+                if self._admitted - tenant.last_use > 2 * self._capacity:
+                    del group[salt]
+        for salt in [salt for salt, owner in self._owners.items() if not owner.decay(epoch)]:
+            self._demote(salt)
+        self._others_tokens = sum(tenant.tokens for tenant in self._others.values())
 
 
 def _water_level(amounts: list[int], total: int) -> int:

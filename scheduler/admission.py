@@ -5,7 +5,7 @@ are taken before SGLang counts free memory, so that a plan can never make an all
 request does not fit beside its locked chunks, the locks go back and it is admitted without a plan.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
@@ -16,29 +16,13 @@ from sgl_blend.plan import BlendPlan, LayerSplit, ReusedSpan
 from sgl_blend.policies import POLICIES
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.request import Span
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.request_state import RequestState
 
 _REFUNDED = "sgl_blend_refunded"
 """Attribute of SGLang's PrefillAdder: tokens given back to the batch that it puts together."""
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What the tree holds of a request behind its radix prefix.
-
-    Attributes:
-        hits: Chunks of which something is stored, in prompt order.
-        missing: Identities of chunks that are not stored completely.
-        exact: KV equal to a full prefill's that begins where the radix prefix ends, and the match
-            it comes from; None if there is none.
-    """
-
-    hits: tuple[ChunkHit, ...]
-    missing: tuple[ChunkKey, ...]
-    exact: tuple[ReusedSpan, sglang.TreeMatch] | None
 
 
 class Admission:
@@ -64,6 +48,7 @@ class Admission:
         self._layers = layers
         self._refund_limit = refund_limit
         self._build_first = build_first
+        self._lookups = Lookups(store, with_exact_namespace=not build_first)
 
     def add(self, req: Any, state: RequestState, adder: Any, add: AddReq) -> Any:
         """Admit a request with whatever plan it can have.
@@ -82,8 +67,10 @@ class Admission:
             return self._add_plain(req, state, adder, add, reason)
         if state.model != self._model.fingerprint:
             self._follow_model(req, state)
+        if self._is_being_built(self._lookups.last_missing(state)):
+            return sglang.continue_verdict()  # it waits for that, and is not looked up meanwhile
         with phase(Phase.MATCH):
-            lookup = self._look_up(req, state)
+            lookup = self._lookups.look_up(req, state)
         if self._build_first and lookup.missing:
             verdict = self._build(state, lookup.missing, adder, add)
             if verdict is not None:
@@ -120,7 +107,18 @@ class Admission:
 
     def plan(self, req: Any, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
-        return _make_plan(req, state, self._look_up(req, state))
+        return _make_plan(req, state, self._lookups.look_up(req, state))
+
+    def before_evict(self) -> None:
+        """Note that the tree is about to evict."""
+        self._lookups.before_evict()
+
+    def before_reset(self) -> None:
+        """Note that the tree is about to forget everything."""
+        self._lookups.before_reset()
+
+    def _is_being_built(self, keys: tuple[ChunkKey, ...]) -> bool:
+        return self._build_first and any(self._builder.is_in_flight(key) for key in keys)
 
     def _add_plain(
         self,
@@ -156,7 +154,8 @@ class Admission:
         if sglang.was_admitted(req, adder):
             state.plan, state.locks = plan, locks
             for hit in lookup.hits:
-                self._shares.use(hit.key)
+                own = hit.key in state.missed
+                self._shares.hit(hit.key, 0 if own else hit.num_tokens)
             state.start_admission(
                 hits=len(lookup.hits), misses=len(lookup.missing), fallback=reason
             )
@@ -205,7 +204,7 @@ class Admission:
         Returns:
             SGLang's verdict while the request waits for them, None if they cannot be built.
         """
-        if any(self._builder.is_in_flight(key) for key in missing):
+        if self._is_being_built(missing):
             return sglang.continue_verdict()
         # Every round builds something. A request that needs more rounds than there is to build sees
         # its chunks evicted as fast as they are built: the pool cannot hold them all.
@@ -217,57 +216,6 @@ class Admission:
             state.build_rounds += 1
             return sglang.continue_verdict()
         return None if sglang.is_alone(adder) else sglang.stop_verdict()
-
-    def _look_up(self, req: Any, state: RequestState) -> Lookup:
-        prefix = sglang.prefix_length(req)
-        hits: list[ChunkHit] = []
-        missing: list[tuple[Span, ChunkKey]] = []
-        for key, span in zip(state.keys, state.spans, strict=True):
-            if span.stop <= prefix:
-                continue
-            hit = self._store.find(key, span)
-            if hit is not None and span.start + hit.num_tokens > prefix:
-                hits.append(hit)
-            if hit is None or not self._store.holds_all(hit):
-                missing.append((span, key))
-        exact = self._find_exact(req, state, hits, prefix)
-        covered = prefix if exact is None else exact[0].stop
-        needed = tuple(key for span, key in missing if span.stop > covered)
-        return Lookup(tuple(hits), needed, exact)
-
-    def _find_exact(
-        self, req: Any, state: RequestState, hits: list[ChunkHit], prefix: int
-    ) -> tuple[ReusedSpan, sglang.TreeMatch] | None:
-        """Find the longest stored KV that a full prefill would compute itself.
-
-        The build prefix is one such piece if it is the prompt's own beginning, together with the
-        chunk right behind it; the client's exact namespace may hold a longer one.
-        """
-        tokens = sglang.fill_ids(req)
-        limit = state.num_tokens - 1
-        matches = []
-        key, first = state.keys[0], state.spans[0]
-        end = first.start * tokens.itemsize
-        built_in_place = memoryview(tokens).cast("B")[:end] == key.prefix
-        if built_in_place:
-            in_place = [hit.match for hit in hits if hit.span == first]
-            matches += in_place or [
-                self._store.find_prefix(
-                    tokens, salt=key.salt, extra_key=key.extra_key, limit=first.start
-                )
-            ]
-        if not self._build_first:
-            # Without a limit, which would copy the prompt to leave its last token out.
-            matches.append(
-                self._store.find_prefix(tokens, salt=state.client_salt, extra_key=key.extra_key)
-            )
-        if not matches:
-            return None
-        best = max(matches, key=len)
-        stop = min(len(best), limit)
-        if stop <= prefix:
-            return None
-        return ReusedSpan(prefix, stop, prefix, best.slots), best
 
 
 def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
@@ -296,7 +244,10 @@ def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | Non
     spans = []
     for hit in lookup.hits:
         start = hit.span.start
-        span = ReusedSpan(start, start + hit.num_tokens, hit.prefix_length, hit.match.slots)
+        found = hit.match
+        span = ReusedSpan(
+            start, start + hit.num_tokens, hit.prefix_length, found.slots, found.start
+        )
         clipped = span.clip(behind, computed_from)
         if clipped is not None:
             spans.append(clipped)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_orders
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.ranks import Ranks
@@ -193,13 +194,13 @@ class ChunkBuilder:
         Returns:
             Whether the round is free for other background work: no chunk is missing, nobody waits.
         """
-        self._sweep()
+        self.sweep()
         scheduler = self._scheduler
         busy = bool(scheduler.waiting_queue) or not running_batch.is_empty()
         rest = busy and self._offered_last_round
         self._offered_last_round = False
         is_charged = self._tell_time(busy=busy)
-        if not sglang.takes_background_work(scheduler):
+        if not sglang_orders.takes_background_work(scheduler):
             return False
         if rest or self._in_flight or scheduler.chunked_req is not None:
             return False
@@ -356,7 +357,7 @@ class ChunkBuilder:
         )
         return rows
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Forget steps that ended: their KV is inserted, or they were aborted, in the queue or out.
 
         Called between rounds, when every admitted step holds KV or has given it back.
@@ -373,7 +374,7 @@ class ChunkBuilder:
             if ended and not sglang.was_aborted(build) and build.sgl_blend_step.is_last:
                 self._pending.remove(key)
                 self.num_built += 1
-                self._shares.use(key)
+                self._shares.built(key)
             logger.debug("%s ended, %d tokens", build.rid, len(build.origin_input_ids))
 
 

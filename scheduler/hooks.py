@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_orders
 from sgl_blend.scheduler.request_state import ATTRIBUTE, RequestState, state_of
 from sgl_blend.scheduler.runtime import BlendRuntime
 
@@ -114,6 +114,13 @@ def before_evict(tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         runtime.before_evict(params.num_tokens)
 
 
+def before_reset(tree: Any, *args: Any, **kwargs: Any) -> None:
+    """Remember nothing of what the tree held."""
+    runtime = _runtime_of(tree)
+    if runtime is not None:
+        runtime.before_reset()
+
+
 def around_process_input_requests(
     orig: Callable[..., Any], scheduler: Any, recv_reqs: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -121,11 +128,11 @@ def around_process_input_requests(
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, recv_reqs, *args, **kwargs)
-    orders = [received for received in recv_reqs or () if sglang.is_order(received)]
-    if orders or sglang.is_flush_waiting(scheduler):
+    orders = [received for received in recv_reqs or () if sglang_orders.is_order(received)]
+    if orders or sglang_orders.is_flush_waiting(scheduler):
         runtime.step_aside(scheduler)
     result = orig(scheduler, recv_reqs, *args, **kwargs)
-    if any(sglang.may_end_weight_update(order) for order in orders):
+    if any(sglang_orders.may_end_weight_update(order) for order in orders):
         runtime.weights_changed()
     return result
 

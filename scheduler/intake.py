@@ -58,7 +58,8 @@ class Intake:
         if recv_req.input_ids is None:
             return self._plain(recv_req, 0, FallbackReason.MULTIMODAL)
         try:
-            check_salt(sglang.client_salt(recv_req))
+            check_salt("cache_salt", sglang.client_salt(recv_req))
+            check_salt("extra_key", recv_req.extra_key)
             overrides = parse_overrides(recv_req.sampling_params.custom_params, self._config)
             prompt = locate_chunks(recv_req.input_ids, overrides.offsets, self._separator_id)
         except RequestError:

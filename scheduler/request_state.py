@@ -38,6 +38,8 @@ class RequestState:
         unprocessed_steps: Admitted prefill steps whose result is not in yet.
         all_steps_admitted: Whether the last prefill step is admitted.
         build_rounds: How often builds of its chunks were admitted while it waits.
+        missed: Chunks that were ever missing; they were built for it, if they are stored now.
+        remembered: What scheduler/lookup.py found when it was last considered for admission.
         counted: Whether its report is in the totals.
         report: What the client learns, kept current.
     """
@@ -57,6 +59,8 @@ class RequestState:
     unprocessed_steps: int = 0
     all_steps_admitted: bool = False
     build_rounds: int = 0
+    missed: set[ChunkKey] = field(default_factory=set)
+    remembered: object = None
     counted: bool = False
     report: dict[str, Any] = field(default_factory=dict)
 
@@ -118,6 +122,7 @@ class RequestState:
         self.unprocessed_steps = 0
         self.all_steps_admitted = False
         self.build_rounds = 0
+        self.remembered = None
         self.report.update(
             prefix_tokens=0,
             reused_tokens=0,

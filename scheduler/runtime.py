@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sgl_blend import sglang_adapter as sglang
+from sgl_blend import sglang_orders
 from sgl_blend.fusor import Fusor
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.plan import Window
@@ -194,7 +195,12 @@ class BlendRuntime:
 
     def before_evict(self, num_tokens: int) -> None:
         """Note that the tree is about to evict."""
+        self.admission.before_evict()
         self._shares.before_evict(num_tokens)
+
+    def before_reset(self) -> None:
+        """Note that the tree is about to forget everything."""
+        self.admission.before_reset()
 
     # --- background work ---
 
@@ -204,7 +210,7 @@ class BlendRuntime:
         With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
         Requests of ours end with their prefill: they leave again, or each would cost a decode step.
         """
-        sglang.take_out(running_batch, is_internal)
+        sglang_orders.take_out(running_batch, is_internal)
         if self.canary is not None:
             self.canary.collect()  # first, because it may switch blending off
         is_free = self.builder.offer(running_batch)
@@ -241,7 +247,8 @@ class BlendRuntime:
         while results:
             scheduler.process_batch_result(*results.popleft())
         scheduler.last_batch = None
-        sglang.take_out(scheduler.running_batch, is_internal)
+        sglang_orders.take_out(scheduler.running_batch, is_internal)
+        self.builder.sweep()
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

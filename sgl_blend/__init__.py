@@ -2,7 +2,7 @@
 
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import BlendError, ConfigError, RequestError, UnsupportedError
-from sgl_blend.frontend import chunk, configure
+from sgl_blend.frontend import chunk, configure, plain
 
 __all__ = [
     "BlendConfig",
@@ -12,4 +12,5 @@ __all__ = [
     "UnsupportedError",
     "chunk",
     "configure",
+    "plain",
 ]

@@ -200,6 +200,20 @@ SERVED = (
 """What is served, for docs/roads.md."""
 
 
+MODELS: tuple[str, ...] = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+"""SGLang's model classes that are blended. Tests of the laws run on each.
+
+A class of SGLang may serve several architectures, and one architecture may be served by another class
+(--model-impl transformers), so what counts is the class that was loaded. Close relatives of these,
+such as Phi3ForCausalLM, are refused until a test proves them.
+"""
+
+
 def check_server_args(server_args: Any) -> None:
     """Refuse settings that exclude blending.
 
@@ -211,6 +225,20 @@ def check_server_args(server_args: Any) -> None:
             raise UnsupportedError(
                 f"{refusal.flag} is not supported with enable_blend: {refusal.why}"
             )
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model of a class that was never blended.
+
+    Raises:
+        UnsupportedError: The message names the class and those that are served.
+    """
+    kind = type(model).__name__
+    if kind not in MODELS:
+        raise UnsupportedError(
+            f"enable_blend: models of class {kind} are not supported, only {', '.join(MODELS)}; "
+            "start this server without --enable-blend"
+        )
 
 
 def check_runner(runner: Any, check_layer: int) -> None:

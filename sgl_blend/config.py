@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from sgl_blend.errors import ConfigError
-from sgl_blend.policies import POLICIES
+from sgl_blend.policies import NAMED, POLICIES
 from sgl_blend.profile import load_profile
 
 ENV_VAR = "SGLANG_BLEND_CONFIG"
@@ -24,7 +24,7 @@ BUILD_PREFIXES = ("first", "bos", "none", "sinks")
 _HELP = {
     "enable_blend": "Reuse the KV of text chunks wherever they stand in a prompt (CacheBlend).",
     "blend_recompute_ratio": "Share of the reused tokens that is recomputed, in [0, 1].",
-    "blend_policy": f"Which reused tokens are recomputed: {', '.join(POLICIES)}.",
+    "blend_policy": f"Which reused tokens are recomputed: {', '.join(NAMED)}.",
     "blend_check_layer": "Layer whose KV deviation selects the tokens; layers up to it are computed "
     "in full.",
     "blend_separator": "Special token that separates chunks in a prompt; by default one that the "
@@ -188,7 +188,7 @@ def check_ratio(name: str, value: Any, error: type[Exception]) -> None:
 def check_policy(name: str, value: Any, error: type[Exception], *, evaluation: bool) -> None:
     """Raise error unless value names a policy that this server offers."""
     if not isinstance(value, str) or value not in POLICIES:
-        raise error(f"{name} must be one of {', '.join(POLICIES)}, got {value!r:.80}")
+        raise error(f"{name} must be one of {', '.join(NAMED)}, got {value!r:.80}")
     if POLICIES[value].evaluation_only and not evaluation:
         raise error(f"{name} {value} needs a server that was started with --blend-eval")
 

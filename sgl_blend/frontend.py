@@ -1,8 +1,18 @@
-"""For SGLang frontend programs: mark a text as a reusable chunk."""
+"""For programs that write prompts: mark a text as a reusable chunk, and keep others from marking it.
+
+Separators in a prompt are read wherever they stand, so text of others must not bring its own: it
+would cut the prompt into other chunks than the program meant. chunk() and plain() therefore break a
+separator in their text with a zero-width space behind its first character. It is broken and not
+refused, because a document's author must not be able to end the request; and not cut out, because
+what is left on both sides could make another one. The text looks the same, and the model reads it as
+text, never as the control token.
+"""
 
 from dataclasses import dataclass
 
 from sgl_blend.errors import ConfigError
+
+_BREAK = "\u200b"
 
 
 @dataclass(slots=True)
@@ -39,13 +49,43 @@ def configure(url: str | None = None, *, separator: str | None = None) -> str:
 def chunk(text: str) -> str:
     """Mark text as a chunk whose KV may be reused wherever it stands in a prompt.
 
+    Args:
+        text: Anybody's; a separator in it is broken as plain() does.
+
     Raises:
         ConfigError: configure() was not called.
     """
-    separator = _configured.separator
-    if separator is None:
-        raise ConfigError("call sgl_blend.configure(url) before sgl_blend.chunk(text)")
-    return f"{separator}{text}{separator}"
+    separator = _separator("chunk")
+    return f"{separator}{_broken(text, separator)}{separator}"
+
+
+def plain(text: str) -> str:
+    """Return text that marks no chunk: a separator in it is broken with a zero-width space.
+
+    For whatever stands beside chunks and was written by somebody else, such as a question.
+
+    Raises:
+        ConfigError: configure() was not called.
+    """
+    return _broken(text, _separator("plain"))
+
+
+def _separator(caller: str) -> str:
+    if _configured.separator is None:
+        raise ConfigError(f"call sgl_blend.configure(url) before sgl_blend.{caller}(text)")
+    return _configured.separator
+
+
+def _broken(text: str, separator: str) -> str:
+    """Break every separator in text, and one that its end would make with a separator behind it."""
+    if len(separator) == 1:  # which cannot be broken
+        return text.replace(separator, "")
+    parts = []
+    start = 0
+    while (found := (text + separator).find(separator, start)) < len(text):
+        parts += [text[start : found + 1], _BREAK]
+        start = found + 1
+    return "".join([*parts, text[start:]])
 
 
 def _ask(url: str) -> str:

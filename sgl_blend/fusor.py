@@ -77,8 +77,8 @@ class Fusor:
             candidates = self._candidates(batch, windows)
         with phase(Phase.COPY):
             self._mover.move(heads)
-        if any(POLICIES[group.policy].score is Score.FULL for group in candidates):
-            candidates = self._choose_by_full_prefill(batch, candidates)
+        if any(POLICIES[group.policy].prefills_first for group in candidates):
+            candidates = self._prefill_first(batch, candidates)
         early = [group for group in candidates if POLICIES[group.policy].skips_full_layers]
         late = [group for group in candidates if not POLICIES[group.policy].skips_full_layers]
         moves = self._moves(late, self.layers.check + 1, batch)
@@ -125,11 +125,20 @@ class Fusor:
             kernel=self._kernel,
         )
 
-    def _choose_by_full_prefill(self, batch: Any, candidates: list[Candidates]) -> list[Candidates]:
-        """Prefill in full first and let oracle policies choose by what it finds."""
+    def _prefill_first(self, batch: Any, candidates: list[Candidates]) -> list[Candidates]:
+        """Prefill in full first; oracle policies choose by what it finds, exact ones keep its KV.
+
+        What the blended forward has to write itself is zero again when it begins.
+        """
         full = sglang.copy_batch(batch)
         with sglang.forward_with(self._backend(full, []), full):
             self._runner.forward_split_prefill(full, forward_count=self.layers.total)
+        computed = torch.ones_like(batch.out_cache_loc, dtype=torch.bool)
+        computed[torch.cat([group.rows for group in candidates])] = False
+        slots = batch.out_cache_loc[computed]
+        pools = sglang.layer_pools(self._runner)
+        for buffer in (*pools.k, *pools.v):
+            buffer[slots] = 0
         return [
             replace(group, ranks=self._true_deviation(batch, group))
             if POLICIES[group.policy].score is Score.FULL
@@ -188,6 +197,7 @@ class Fusor:
                 sin=group.sin,
             )
             for group in groups
+            if not POLICIES[group.policy].true_kv
         ]
 
     def _candidates(self, batch: Any, windows: Sequence[Window | None]) -> list[Candidates]:

@@ -14,12 +14,12 @@ import msgspec
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.attention_choice import choose_kernel
-from sgl_blend.compatibility import check_layers, check_runner, check_server_args
+from sgl_blend.compatibility import check_layers, check_model, check_runner, check_server_args
 from sgl_blend.config import BlendConfig, add_flags, settings_from_flags
 from sgl_blend.cost_model import CostModel, measure
 from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.fusor import Fusor
-from sgl_blend.gate import RequestGate
+from sgl_blend.gate import RequestGate, check_preferred
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.namespaces import ModelFingerprint, architecture, fingerprint
 from sgl_blend.plan import LayerSplit
@@ -35,8 +35,10 @@ from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.runtime import BlendRuntime
-from sgl_blend.separator import Separator, find_separator
+from sgl_blend.separator import Separator, find_separator, seam_warning
 from sgl_blend.sglang_forward import decoder_layers, layer_pools
+from sgl_blend.sglang_tree import eviction_targets, reset_targets
+from sgl_blend.trial import run_trial
 
 logger = logging.getLogger(__name__)
 
@@ -58,11 +60,14 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
     adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
     args = "sglang.srt.server_args.ServerArgs"
     tokenizer = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+    completions = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
     return [
         (f"{args}.add_cli_args", "after", _after_add_cli_args),
         (f"{args}.from_cli_args", "after", _after_from_cli_args),
         (f"{args}.check_server_args", "after", _after_check_server_args),
-        (f"{tokenizer}._create_tokenized_object", "before", _before_create_tokenized_object),
+        (f"{tokenizer}._create_tokenized_object", "after", _after_create_tokenized_object),
+        (f"{completions}._get_echo_text", "after", _after_get_echo_text),
+        (f"{completions}._prepare_echo_prompts", "after", _after_prepare_echo_prompts),
         (f"{scheduler}.__init__", "after", _after_scheduler_init),
         (
             f"{scheduler}.handle_generate_request",
@@ -86,7 +91,8 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
             "around",
             hooks.around_forward_raw,
         ),
-        *((target, "before", hooks.before_evict) for target in sglang.eviction_targets()),
+        *((target, "before", hooks.before_evict) for target in eviction_targets()),
+        *((target, "before", hooks.before_reset) for target in reset_targets()),
         ("sglang.srt.mem_cache.common.release_kv_cache", "before", hooks.before_release_kv_cache),
         (
             "sglang.srt.managers.scheduler_components.weight_updater."
@@ -160,28 +166,53 @@ def _after_check_server_args(result: None, server_args: Any, *args: Any, **kwarg
     if config.enable_blend:
         check_hooks(allow_untested=config.blend_allow_untested)
         check_server_args(server_args)
+        check_preferred(server_args.preferred_sampling_params, config)
 
 
 # --- the tokenizer process ----------------------------------------------------------------------
 
 
-def _before_create_tokenized_object(
-    manager: Any, obj: Any, input_text: Any, input_ids: Any, *args: Any, **kwargs: Any
-) -> None:
+def _after_create_tokenized_object(tokenized: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    gate = _gate_of(manager)
+    if gate is not None:
+        gate.check(tokenized)
+
+
+def _after_get_echo_text(
+    text: str, serving: Any, request: Any, *args: Any, **kwargs: Any
+) -> str | None:
+    gate = _gate_of(serving.tokenizer_manager)
+    return None if gate is None else gate.without_separators(text, request.custom_params)
+
+
+def _after_prepare_echo_prompts(
+    texts: list[str], serving: Any, request: Any, *args: Any, **kwargs: Any
+) -> list[str] | None:
+    gate = _gate_of(serving.tokenizer_manager)
+    if gate is None:
+        return None
+    return [gate.without_separators(text, request.custom_params) for text in texts]
+
+
+def _gate_of(manager: Any) -> RequestGate | None:
     try:
-        gate = getattr(manager, _GATE)
+        gate: RequestGate | None = getattr(manager, _GATE)
     except AttributeError:
         gate = _make_gate(manager)
         setattr(manager, _GATE, gate)
-    if gate is not None:
-        gate.check(obj, input_ids)
+    return gate
 
 
 def _make_gate(manager: Any) -> RequestGate | None:
     config = BlendConfig.of(manager.server_args)
     if not config.enable_blend:
         return None
-    return RequestGate(config, find_separator(manager.tokenizer, config.blend_separator))
+    return RequestGate(
+        config,
+        find_separator(manager.tokenizer, config.blend_separator),
+        vocab_size=manager.model_config.vocab_size,
+        num_replicas=manager.server_args.dp_size,
+    )
 
 
 # --- the scheduler process ----------------------------------------------------------------------
@@ -204,6 +235,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         BlendError: The model, its KV pool or the separator cannot serve blending.
     """
     runner = scheduler.tp_worker.model_runner
+    check_model(runner.model)
     check_runner(runner, config.blend_check_layer)
     layers = decoder_layers(runner.model)
     check_layers(layers)
@@ -219,6 +251,8 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         profile = load_profile(config.blend_profile)
         check_architecture(profile, config.blend_profile, model_architecture)
     separator = find_separator(scheduler.tokenizer, config.blend_separator)
+    if (warning := seam_warning(scheduler.tokenizer, separator)) is not None:
+        logger.warning("sgl-blend: %s", warning)
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
@@ -227,6 +261,8 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
     kernel = choose_kernel(config.blend_attention, pools, heads, runner.dtype, ranks)
+    fusor = Fusor(runner, rotation, split, pools, kernel, ranks)
+    run_trial(fusor, scheduler, config)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
         cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, ranks), split)
@@ -255,7 +291,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         builder=builder,
         canary=canary,
         model=model,
-        fusor=Fusor(runner, rotation, split, pools, kernel, ranks),
+        fusor=fusor,
         metrics=BlendMetrics(**_publishing(scheduler, ranks)),
         shares=shares,
         tree=tree,

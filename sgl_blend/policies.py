@@ -12,11 +12,13 @@ the largest ranks are recomputed, of equal ranks the earlier one, so a rerun sel
     edge            both ends of each chunk
     oracle          the largest deviation from a full prefill   evaluation only
     random, none, all
+    exact-NAME                          as NAME, but rows are dropped whose KV is the true one: the
+                                        answer must be that of a full prefill; evaluation only
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -57,6 +59,7 @@ class Policy:
         skips_full_layers: Whether the rows it does not choose are dropped before the first layer,
             because nothing needs to be seen for the choice.
         evaluation_only: Whether it costs a full prefill, which no server should pay.
+        true_kv: Whether the rows it drops keep the KV of that full prefill, not their chunk's.
     """
 
     score: Score
@@ -65,6 +68,12 @@ class Policy:
     gradual: bool = False
     skips_full_layers: bool = False
     evaluation_only: bool = False
+    true_kv: bool = False
+
+    @property
+    def prefills_first(self) -> bool:
+        """Whether a full prefill comes before the blended forward."""
+        return self.true_kv or self.score is Score.FULL
 
     def select(
         self, scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
@@ -137,6 +146,16 @@ POLICIES: dict[str, Policy] = {
     "all": Policy(Score.NOTHING, rank_equally, fixed_ratio=1.0),
     "oracle": Policy(Score.FULL, rank_by_score, evaluation_only=True),
 }
+NAMED = tuple(POLICIES)
+"""What users choose among; the exact ones below are for tests of the engine."""
+EXACT = "exact-"
+POLICIES.update(
+    {
+        EXACT + name: replace(policy, evaluation_only=True, true_kv=True)
+        for name, policy in POLICIES.items()
+        if not policy.evaluation_only and policy.fixed_ratio != 1.0
+    }
+)
 
 
 def recompute_budget(policy: str, ratio: float, num_reused: int) -> int:

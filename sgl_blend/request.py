@@ -13,7 +13,7 @@ from sgl_blend.errors import RequestError
 
 PARAM_PREFIX = "sgl_blend"
 RESERVED_SALT = "sgl-blend:"
-"""Cache salts of clients must not begin like this: our own namespaces do."""
+"""Cache salts and extra keys of clients must not begin like this: our own namespaces do."""
 
 _PARAMS = ("sgl_blend", "sgl_blend_ratio", "sgl_blend_policy", "sgl_blend_spans")
 _SCALAR = (str, int, float, bool, type(None))
@@ -95,25 +95,23 @@ def locate_chunks(
     With separators, the text before the first and after the last one is not a chunk; every piece
     between two is. Pieces may be empty, so ``SEP chunk SEP SEP chunk SEP`` is fine.
 
+    With explicit offsets separators mark nothing: the prompt is taken as it is, and the model sees a
+    separator like any other token. Otherwise the author of a document could end the request by
+    writing one into it.
+
     Args:
         token_ids: The prompt as tokenised.
         offsets: Explicit chunk boundaries, start and end in turn, or None.
         separator_id: Token that separates chunks, or None if the server has none.
 
     Raises:
-        RequestError: Spans overlap, are empty or leave the prompt, or come beside separators; or
-            the prompt has nothing but separators.
+        RequestError: Spans overlap, are empty or leave the prompt; or the prompt has nothing but
+            separators.
     """
-    has_separator = separator_id is not None and separator_id in token_ids
     if offsets is not None:
-        if has_separator:
-            raise RequestError(
-                "sgl_blend_spans and separators in the prompt exclude each other, got both"
-            )
         return ChunkedPrompt(token_ids, _spans_from_offsets(offsets, len(token_ids)))
-    if not has_separator:
+    if separator_id is None or separator_id not in token_ids:
         return ChunkedPrompt(token_ids, ())
-    assert separator_id is not None
     prompt = _split(token_ids, separator_id)
     if not prompt.token_ids:
         raise RequestError("the prompt is empty without its separators")
@@ -210,11 +208,15 @@ def _is_wire_text(value: Any) -> bool:
     return True
 
 
-def check_salt(cache_salt: str | None) -> None:
-    """Refuse a client's cache salt that would reach into a namespace of ours.
+def check_salt(name: str, salt: str | None) -> None:
+    """Refuse a client's cache salt or extra key that would reach into a namespace of ours.
+
+    Args:
+        name: Of the field, for the message.
+        salt: Its value.
 
     Raises:
-        RequestError: The salt begins with the reserved prefix.
+        RequestError: The value begins with the reserved prefix.
     """
-    if cache_salt is not None and cache_salt.startswith(RESERVED_SALT):
-        raise RequestError(f"cache_salt must not begin with {RESERVED_SALT!r}")
+    if isinstance(salt, str) and salt.startswith(RESERVED_SALT):
+        raise RequestError(f"{name} must not begin with {RESERVED_SALT!r}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,20 +116,24 @@ def check_version(*, allow_untested: bool) -> Features:
 # --- radix tree ---------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class TreeMatch:
     """A stored path: its KV slots and the node it ends at.
 
+    Not frozen: thousands are made for a prompt, and a frozen one takes three times as long.
+
     Attributes:
-        slots: int64 [num_tokens], device slots of the longest stored prefix of the key.
+        slots: int64 [length - start], device slots of the longest stored prefix of the key.
         node: The tree's handle of the last node, to be locked while the slots are read.
+        start: Tokens at the beginning of the path whose slots are left out.
     """
 
     slots: torch.Tensor
     node: Any
+    start: int = 0
 
     def __len__(self) -> int:
-        return self.slots.numel()
+        return self.start + self.slots.numel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +152,23 @@ def match(
     extra_key: str | None,
     limit: int | None = None,
 ) -> TreeMatch:
-    """Find the longest prefix of token_ids stored on the device in one namespace."""
-    key_type, params_type = _match_types()
-    if features().keys_have_salt:
-        key = key_type(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
-    else:
-        key = key_type(token_ids, extra_key=salt or None, limit=limit)
-    result = tree.match_prefix(params_type(key=key))
+    """Find the longest prefix of token_ids stored on the device in one namespace; it counts as used."""
+    key = tree_key(token_ids, salt=salt, extra_key=extra_key, limit=limit)
+    result = tree.match_prefix(_match_types()[1](key=key))
     node = result.last_device_node
     if features().match_has_slots:
         return TreeMatch(result.device_indices, node)
     return TreeMatch(tree.path_device_indices(node)[: result.device_prefix_len], node)
+
+
+def tree_key(
+    token_ids: array[int], *, salt: str | None, extra_key: str | None, limit: int | None = None
+) -> Any:
+    """Return SGLang's key of a path in one namespace."""
+    key_type = _match_types()[0]
+    if features().keys_have_salt:
+        return key_type(token_ids, extra_key=extra_key, limit=limit, cache_salt=salt or None)
+    return key_type(token_ids, extra_key=salt or None, limit=limit)
 
 
 @functools.cache
@@ -181,17 +190,6 @@ def unlock(tree: Any, held: TreeLock) -> None:
     tree.dec_lock_ref(held.node, held.receipt)
 
 
-def eviction_targets() -> list[str]:
-    """Return the methods through which SGLang's trees evict; the first argument but self says what."""
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    unified = "_evict" if hasattr(UnifiedRadixCache, "_evict") else "evict"
-    return [
-        f"sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.{unified}",
-        "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
-    ]
-
-
 def pool_use(tree: Any) -> dict[str, int]:
     """Return how many slots of the KV pool are free, evictable and locked by the tree, and all."""
     allocator = tree.token_to_kv_pool_allocator
@@ -206,6 +204,11 @@ def pool_use(tree: Any) -> dict[str, int]:
 def free_tokens(tree: Any) -> int:
     """Return how many slots of a tree's pool hold nothing."""
     return int(tree.token_to_kv_pool_allocator.available_size())
+
+
+def stored_tokens(tree: Any) -> int:
+    """Return how many tokens a tree holds; locks do not change it."""
+    return int(tree.evictable_size() + tree.protected_size())
 
 
 def evictable_tokens(tree: Any) -> int:
@@ -370,57 +373,6 @@ def fits_whole(req: Any, adder: Any) -> bool:
     left, page = adder.rem_chunk_tokens, adder.page_size
     pages = -(-(len(req.origin_input_ids) - prefix_length(req)) // page)
     return left is None or pages * page <= left
-
-
-def take_out(batch: Any, leaves: Callable[[Any], bool]) -> None:
-    """Take requests out of a running batch, in place, before it decodes."""
-    kept = [index for index, req in enumerate(batch.reqs) if not leaves(req)]
-    if len(kept) < len(batch.reqs):
-        batch.filter_batch(keep_indices=kept)
-        batch.batch_is_full = False
-
-
-# --- what an operator does ----------------------------------------------------------------------
-
-_TRAFFIC = (
-    "TokenizedGenerateReqInput",
-    "TokenizedEmbeddingReqInput",
-    "BatchTokenizedGenerateReqInput",
-    "BatchTokenizedEmbeddingReqInput",
-    "AbortReq",
-)
-"""What clients cause; everything else that reaches the scheduler is an operator's order."""
-
-
-def is_order(received: Any) -> bool:
-    """Tell whether what the scheduler received is an order: flush, weights, memory, pause."""
-    return type(received).__name__ not in _TRAFFIC
-
-
-def may_end_weight_update(received: Any) -> bool:
-    """Tell whether an order can have changed weights without SGLang's hook for that.
-
-    Weights written from outside (RDMA) count from the end of their session on.
-    """
-    return type(received).__name__ == "EndWeightUpdateReqInput"
-
-
-def is_flush_waiting(scheduler: Any) -> bool:
-    """Tell whether a flush with a timeout waits for the server to be idle."""
-    return scheduler.flush_wrapper._pending is not None
-
-
-def takes_background_work(scheduler: Any) -> bool:
-    """Tell whether work that nobody asked for may run.
-
-    Not while weights or memory are released or in the middle of an update, nor while a flush waits.
-    """
-    updater = scheduler.weight_updater
-    return (
-        not updater.offload_tags
-        and getattr(updater, "_session", None) is None
-        and not is_flush_waiting(scheduler)
-    )
 
 
 def rank_group() -> Any:

@@ -337,6 +337,15 @@ class Driver:
             for i in layers
         ]
 
+    def slots_of(self, tokens: list[int], salt: str | None) -> list[int]:
+        """Return the slots of a path that must be stored completely; it counts as used."""
+        from sgl_blend import sglang_adapter
+
+        tree = self.scheduler.tree_cache
+        match = sglang_adapter.match(tree, array("q", tokens), salt=salt, extra_key=None)
+        assert len(match) == len(tokens), f"{len(match)} of {len(tokens)} tokens are stored"
+        return [int(slot) for slot in match.slots]
+
     def chunk_salt(self, client_salt: str | None = None) -> str:
         from sgl_blend.namespaces import chunk_salt
 

@@ -1,4 +1,4 @@
-"""Chunk store, tree and allocator against a plain model: what is stored, locked, free, evicted next."""
+"""Chunk store, lookups, tree, allocator against a plain model: what is stored, locked, evicted next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, Engine, random_tokens
+from harness import Driver, Engine, Prompt, random_tokens
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -55,6 +55,31 @@ def _build(driver: Driver, name: Name) -> None:
     builder.enqueue([key])
     driver.run_until(lambda: not builder.num_unfinished and not builder.in_flight_rids, 10**6)
     driver.step()
+    driver.__dict__.setdefault("slots", {})[name] = driver.slots_of(
+        PREFIXES[name[0]] + CHUNKS[name], driver.chunk_salt()
+    )
+
+
+def _look_up(driver: Driver, prefix: int) -> list[int]:
+    """Look up a request with all chunks behind a prefix, as at every attempt to admit it."""
+    waiting = driver.__dict__.setdefault("waiting", {})
+    if prefix not in waiting:
+        chunks = [CHUNKS[prefix, c] for c in range(len(LENGTHS))]
+        received = driver.receive(Prompt([PREFIXES[prefix], *chunks, [9]], [*range(1, 7)]))
+        state = driver.runtime.intake.read(received)
+        waiting[prefix] = driver.queued(received), state
+    req, state = waiting[prefix]
+    lookup = driver.runtime.admission._lookups.look_up(req, state)
+    found = dict.fromkeys(state.spans, 0)
+    for hit in lookup.hits:
+        name = (prefix, state.spans.index(hit.span))
+        first = hit.prefix_length - hit.match.start
+        slots = hit.match.slots[first : first + hit.num_tokens]
+        assert slots.tolist() == driver.__dict__["slots"][name][len(PREFIXES[prefix]) :]
+        found[hit.span] = hit.num_tokens
+    missing = [key for key, tokens in zip(state.keys, found.values(), strict=True) if not tokens]
+    assert list(lookup.missing) == missing
+    return list(found.values())
 
 
 def _find(driver: Driver, name: Name) -> int:
@@ -62,6 +87,10 @@ def _find(driver: Driver, name: Name) -> int:
 
     hit = _store(driver).find(_key(driver, name), Span(0, len(CHUNKS[name])))
     return 0 if hit is None else int(hit.num_tokens)
+
+
+def _touch(driver: Driver, name: Name) -> None:
+    _store(driver).touch(_key(driver, name))
 
 
 def _lock(driver: Driver, name: Name) -> None:
@@ -91,6 +120,7 @@ def _restart(driver: Driver) -> None:
     for locks in driver.__dict__.pop("held", {}).values():
         for held in locks:
             _store(driver).unlock(held)
+    driver.__dict__.pop("waiting", None)
     driver.settle()
     assert driver.scheduler.flush_cache(empty_cache=False)  # emptying takes half a second
 
@@ -113,15 +143,29 @@ class Plain:
 
     nodes: dict[Name, Node] = field(default_factory=dict)
     clock: int = 0
+    changed: set[int] = field(default_factory=lambda: {0, 1})
+    """Prefixes whose request was not looked up since the tree changed."""
+    late: dict[int, list[Name]] = field(default_factory=dict)
+    """Chunks that lookups found since the last eviction, by prefix, in the order of the lookups."""
 
     def use(self, name: Name) -> None:
-        """A match of a chunk: whatever lies on its path was used now."""
+        """A use of a chunk: whatever lies on its path was used now."""
         self.clock += 1
         for node in (self.nodes.get((name[0], -1)), self.nodes.get(name)):
             if node is not None:
                 node.used = self.clock
 
+    def look_up(self, prefix: int) -> list[int]:
+        names = [(prefix, c) for c in range(len(LENGTHS))]
+        if prefix in self.changed:
+            self.changed.discard(prefix)
+            self.use((prefix, -1))
+        self.late.pop(prefix, None)
+        self.late[prefix] = [name for name in names if name in self.nodes]
+        return [self.nodes[name].tokens if name in self.nodes else 0 for name in names]
+
     def build(self, name: Name) -> None:
+        self.changed |= {0, 1}
         self.nodes.setdefault((name[0], -1), Node(len(PREFIXES[name[0]]), 0))
         self.nodes.setdefault(name, Node(len(CHUNKS[name]), 0))
         self.use(name)
@@ -137,6 +181,11 @@ class Plain:
         return needed + locked + len(PREFIXES[name[0]]) < CAPACITY
 
     def evict(self, num_tokens: int) -> None:
+        self.changed |= {0, 1}
+        for names in self.late.values():
+            for name in names:
+                self.use(name)
+        self.late.clear()
         gone = 0
         while gone < num_tokens:
             leaves = [name for name, node in self.nodes.items() if self._may_go(name, node)]
@@ -187,13 +236,22 @@ class Storage(RuleBasedStateMachine):
     @rule(name=names)
     def find(self, name: Name) -> None:
         stored = self.plain.nodes.get(name)
-        self.plain.use(name)
+        self.plain.use((name[0], -1))
         assert self.engine.call(_find, name) == (0 if stored is None else stored.tokens)
+
+    @rule(name=names)
+    def touch(self, name: Name) -> None:
+        self.plain.use(name)
+        self.engine.call(_touch, name)
+
+    @rule(prefix=st.sampled_from([0, 1]))
+    def look_up(self, prefix: int) -> None:
+        assert self.engine.call(_look_up, prefix) == self.plain.look_up(prefix)
 
     @rule(name=names)
     def lock(self, name: Name) -> None:
         if name in self.plain.nodes:
-            self.plain.use(name)
+            self.plain.use((name[0], -1))
             self.engine.call(_lock, name)
             self.plain.lock(name, 1)
 
@@ -214,7 +272,7 @@ class Storage(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.engine.call(_restart)
-        self.plain.nodes.clear()
+        self.plain = Plain()
 
     @invariant()
     def agrees(self) -> None:

@@ -59,7 +59,9 @@ settings = st.fixed_dictionaries(
     {"enable_blend": st.just(True)},
     optional={
         "blend_recompute_ratio": st.floats(0, 1),
-        "blend_policy": st.sampled_from(sorted(set(POLICIES) - {"oracle"})),
+        "blend_policy": st.sampled_from(
+            sorted(name for name, policy in POLICIES.items() if not policy.evaluation_only)
+        ),
         "blend_check_layer": st.integers(1, 200),
         "blend_separator": st.text(st.characters(codec="ascii", min_codepoint=33), min_size=1),
         "blend_min_chunk_tokens": st.integers(1, 10_000),

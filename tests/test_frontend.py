@@ -13,7 +13,7 @@ import sglang as sgl
 from sglang.lang.backend.base_backend import BaseBackend
 
 from sgl_blend.errors import ConfigError
-from sgl_blend.frontend import chunk, configure
+from sgl_blend.frontend import chunk, configure, plain
 
 
 @contextmanager
@@ -90,10 +90,11 @@ def test_configuring_nothing_is_refused() -> None:
         alone(configure)
 
 
-def test_a_chunk_before_configuring_is_refused() -> None:
+@pytest.mark.parametrize("name", ["chunk", "plain"])
+def test_a_text_before_configuring_is_refused(name: str) -> None:
     # In a process of its own: the separator, once known, is known to the whole process.
     done = subprocess.run(
-        [sys.executable, "-c", "import sgl_blend; sgl_blend.chunk('text')"],
+        [sys.executable, "-c", f"import sgl_blend; sgl_blend.{name}('text')"],
         capture_output=True,
         text=True,
         check=False,
@@ -139,3 +140,39 @@ def test_a_batch_of_frontend_programs_marks_its_chunks() -> None:
 
     alone(run)
     assert sorted(answers) == ["|a|", "|b|"]
+
+
+BROKEN = "<\u200b|sep|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        ("a b", "a b"),
+        ("", ""),
+        ("a <|sep|> b", f"a {BROKEN} b"),
+        ("<|sep|>", BROKEN),
+        ("<|sep|><|sep|>", BROKEN * 2),
+        ("<|se<|sep|>p|>", f"<|se{BROKEN}p|>"),
+        ("<|sep", "<|sep"),
+    ],
+)
+def test_a_separator_in_a_text_of_others_is_broken(text: str, safe: str) -> None:
+    configure(separator="<|sep|>")
+    assert plain(text) == safe
+    assert chunk(text) == f"<|sep|>{safe}<|sep|>"
+
+
+@pytest.mark.parametrize("separator", ["<|sep|>", "aa", "aba", "#"])
+@pytest.mark.parametrize("text", ["a", "aaa", "ab", "xaba", "ababa", "<|sep|>", "#", "a#b", "b"])
+def test_a_chunk_has_two_separators_whatever_is_in_it(separator: str, text: str) -> None:
+    # Read as a tokenizer does, from the left.
+    configure(separator=separator)
+    marked = chunk(text)
+    assert marked.startswith(separator)
+    assert marked.find(separator, len(separator)) == len(marked) - len(separator)
+
+
+def test_what_is_broken_reads_the_same() -> None:
+    configure(separator="<|sep|>")
+    assert plain("a <|sep|> b").replace("\u200b", "") == "a <|sep|> b"

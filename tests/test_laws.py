@@ -1,5 +1,6 @@
 """The laws of docs/design.md on SGLang's real scheduler, pool and model."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from harness import (
     rag_prompt,
     random_tokens,
 )
+from sparse_path import Comparison, on_all_rows, on_true_kv
+from tiny_models import NUM_LAYERS
 
-from sgl_blend.policies import POLICIES
+from sgl_blend.policies import POLICIES, Score, recompute_budget
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -24,6 +27,7 @@ pytestmark = pytest.mark.engine
 
 SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(6)]
+HOLE = random_tokens(50, 15)
 QUESTION = random_tokens(99, 20)
 TOLERANCE = 1e-4
 """Law L1's bound on logits in float32 (docs/design.md)."""
@@ -58,25 +62,66 @@ def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None
         assert difference <= tolerance, f"output token {row} differs by {difference}"
 
 
-# --- L1: ratio 1 is full prefill ---
+# --- L1: what blending computes is full prefill ---
 
 
-@pytest.mark.parametrize("kind", SERVED_KINDS)
-def test_l1_ratio_one_is_full_prefill_for_every_model(start_engine: StartEngine, kind: str) -> None:
-    engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
-    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION, max_new_tokens=4)
-    prompt.params = {"sgl_blend_ratio": 1.0}
-
-    blended = engine.ask(prompt)[0]
-
-    assert blended.report["recomputed_tokens"] == len(CHUNKS[0]) + len(CHUNKS[2])
-    assert_same(blended, full_prefill(engine, prompt))
+@pytest.fixture(scope="module", params=SERVED_KINDS)
+def served_kind(request: pytest.FixtureRequest) -> str:
+    """Name every model in turn; tests of one model run together and share its engine."""
+    kind: str = request.param
+    return kind
 
 
-@pytest.mark.parametrize("kind", SERVED_KINDS)
-def test_reuse_is_visible_in_the_logits(start_engine: StartEngine, kind: str) -> None:
+def scattered(**rest: Any) -> Prompt:
+    """A chunk in its place, text of no chunk, two chunks that moved, and a question."""
+    segments = [SYSTEM, CHUNKS[3], HOLE, CHUNKS[0], CHUNKS[2], QUESTION]
+    return Prompt(segments, [1, 3, 4], **rest)
+
+
+def assert_drops_and_is_full_prefill(got: Comparison) -> None:
+    """Accept L1 for requests whose dropped rows have true KV."""
+    assert got.num_dropped > 0
+    for blended, full in zip(got.blended, got.full, strict=True):
+        assert blended.report["fallback"] is None
+        assert blended.report["reused_tokens"] > 0
+        assert_same(blended, full)
+
+
+def assert_keeps_all_and_is_full_prefill(got: Comparison) -> None:
+    """Accept L1 for requests that went through the sparse path with all their rows."""
+    assert got.reductions, "no layer selected"
+    assert got.num_dropped == 0
+    for blended, full in zip(got.blended, got.full, strict=True):
+        assert blended.report["fallback"] is None
+        assert_same(blended, full)
+
+
+def test_l1_rows_dropped_for_true_kv_change_nothing(
+    start_engine: StartEngine, served_kind: str
+) -> None:
+    engine = start_engine(served_kind, blend_on_miss="build", chunked_prefill_size=-1)
+    for ratio in (0.0, 0.15, 0.5):
+        prompt = scattered(params={"sgl_blend_ratio": ratio}, max_new_tokens=4)
+
+        got = engine.call(on_true_kv, [prompt])
+
+        assert_drops_and_is_full_prefill(got)
+        assert got.blended[0].report["prefix_tokens"] == len(SYSTEM) + len(CHUNKS[3])
+
+
+def test_l1_rows_kept_in_the_sparse_path_are_full_prefill(
+    start_engine: StartEngine, served_kind: str
+) -> None:
+    engine = start_engine(served_kind, blend_on_miss="build", chunked_prefill_size=-1)
+
+    got = engine.call(on_all_rows, [scattered(max_new_tokens=4)])
+
+    assert_keeps_all_and_is_full_prefill(got)
+
+
+def test_reuse_is_visible_in_the_logits(start_engine: StartEngine, served_kind: str) -> None:
     # Without this, L1 would also hold for a model whose logits do not depend on the chunks.
-    engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
+    engine = start_engine(served_kind, blend_on_miss="build", chunked_prefill_size=-1)
     prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION)
     prompt.params = {"sgl_blend_ratio": 0.0}
 
@@ -86,19 +131,66 @@ def test_reuse_is_visible_in_the_logits(start_engine: StartEngine, kind: str) ->
     assert largest_difference(blended.logprobs[0], full.logprobs[0]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"none"}))
-@pytest.mark.parametrize("check_layer", [1, 2])
-def test_l1_holds_for_every_policy_and_check_layer(
-    start_engine: StartEngine, policy: str, check_layer: int
-) -> None:
-    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=check_layer)
-    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (1, 4, 0)], QUESTION)
-    prompt.params = {"sgl_blend_ratio": 1.0, "sgl_blend_policy": policy}
+def test_ratio_one_computes_every_token_of_moved_chunks(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", chunked_prefill_size=-1)
+    prompt = scattered(params={"sgl_blend_ratio": 1.0}, max_new_tokens=4)
 
     blended = engine.ask(prompt)[0]
 
-    assert blended.report["fallback"] is None
+    report = blended.report
+    assert report["reused_tokens"] == 0
+    assert report["recomputed_tokens"] == len(CHUNKS[0]) + len(CHUNKS[2])
+    assert report["computed_tokens"] == len(HOLE) + len(QUESTION)
     assert_same(blended, full_prefill(engine, prompt))
+
+
+def rows_to_recompute(policy: str, ratio: float) -> list[int]:
+    """Return positions of ``scattered`` that a policy surely recomputes in every layer.
+
+    Policies that score are given few rows whose KV is wrong, which they must find; the others are
+    told apart by what they take anyway. A query-aware one may leave wrong KV that nobody attends to.
+    """
+    starts = [len(SYSTEM) + len(CHUNKS[3]) + len(HOLE)]
+    starts.append(starts[0] + len(CHUNKS[0]))
+    lengths = [len(CHUNKS[0]), len(CHUNKS[2])]
+    positions = range(starts[0], starts[1] + lengths[1])
+    kind = POLICIES[policy]
+    if kind.score in (Score.V, Score.K, Score.FULL):
+        return list(positions[5::11])
+    if kind.score is Score.QUERY:
+        return []
+    chosen = kind.select(None, lengths, recompute_budget(policy, ratio, sum(lengths)))
+    return [positions[row] for row in chosen.tolist()]
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"all"}))
+@pytest.mark.parametrize("check_layer", [1, 2])
+def test_l1_every_policy_recomputes_what_is_stored_wrong(
+    start_engine: StartEngine, policy: str, check_layer: int
+) -> None:
+    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=check_layer)
+    params = {"sgl_blend_ratio": 0.4, "sgl_blend_policy": policy}
+    wrong = rows_to_recompute(policy, 0.4)
+    assert wrong or policy in ("none", "query-aware")
+
+    got = engine.call(on_true_kv, [scattered(params=params, max_new_tokens=2)], None, wrong)
+
+    assert_drops_and_is_full_prefill(got)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("check_layer", [1, 2])
+def test_l1_every_policy_may_keep_all_rows(
+    start_engine: StartEngine, policy: str, check_layer: int
+) -> None:
+    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=check_layer)
+    params = {"sgl_blend_ratio": 0.4, "sgl_blend_policy": policy}
+
+    got = engine.call(on_all_rows, [scattered(params=params, max_new_tokens=2)])
+
+    assert_keeps_all_and_is_full_prefill(got)
+    num_selections = NUM_LAYERS - 1 - check_layer
+    assert len(got.reductions) == (1 if POLICIES[policy].skips_full_layers else num_selections)
 
 
 def test_a_larger_ratio_comes_nearer_to_full_prefill(start_engine: StartEngine) -> None:
@@ -152,36 +244,52 @@ def _ask_in_one_batch(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
     return [driver.answer(req) for req in reqs]
 
 
-def test_l1_holds_for_every_step_of_a_chunked_prefill(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="build", chunked_prefill_size=48)
-    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (5, 2, 4)], QUESTION, max_new_tokens=3)
-    prompt.params = {"sgl_blend_ratio": 1.0}
-
-    blended = engine.ask(prompt)[0]
-
-    report = blended.report
-    assert report["recomputed_tokens"] > 0
-    assert_same(blended, full_prefill(engine, prompt))
+# Settings under which SGLang puts the rows of a prefill together in other ways.
+LAYOUTS = [
+    pytest.param({"chunked_prefill_size": 48}, id="chunked prefill"),
+    pytest.param({"page_size": 16}, id="pages of 16"),
+    pytest.param({"page_size": 16, "chunked_prefill_size": 48}, id="both"),
+    pytest.param({"blend_max_build_prefix": 0}, id="built behind BOS"),
+]
 
 
-def _ask_while_another_decodes(
-    driver: Driver, decoding: Prompt, prompts: list[Prompt]
-) -> tuple[str, list[list[int]]]:
-    """Prefill prompts in one batch with a decode step; return its mode and every output."""
-    reqs = [driver.submit(decoding)]
+@pytest.mark.parametrize("settings", LAYOUTS)
+@pytest.mark.parametrize("policy", ["hkvd", "gradual", "query-aware", "first-k"])
+def test_l1_holds_in_every_layout(
+    start_engine: StartEngine, settings: dict[str, Any], policy: str
+) -> None:
+    engine = start_engine(blend_on_miss="build", **settings)
+    params = {"sgl_blend_ratio": 0.15, "sgl_blend_policy": policy}
+    prompt = scattered(params=params, max_new_tokens=3)
+
+    dropped, kept = engine.call(on_true_kv, [prompt]), engine.call(on_all_rows, [prompt])
+
+    assert_drops_and_is_full_prefill(dropped)
+    assert_keeps_all_and_is_full_prefill(kept)
+    if settings.get("chunked_prefill_size"):
+        # Every step that holds rows of a moved chunk drops its share of them.
+        assert len(dropped.reductions) >= 3
+
+
+def _ask_beside_a_decode(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
+    """Prefill all but the first in one batch with a decode step of the first."""
+    reqs = [driver.submit(prompts[0])]
     driver.run_until(lambda: len(reqs[0].output_ids) > 2)
-    reqs += [driver.submit(prompt) for prompt in prompts]
+    reqs += [driver.submit(prompt) for prompt in prompts[1:]]
     driver.step()
-    mode: str = driver.scheduler.last_batch.forward_mode.name
+    assert driver.scheduler.last_batch.forward_mode.name == "MIXED"
     assert all(req.output_ids for req in reqs), "the requests did not share a batch"
     driver.run_until(lambda: all(req.finished() for req in reqs))
-    return mode, [list(req.output_ids) for req in reqs]
+    return [driver.answer(req) for req in reqs]
 
 
-def test_l1_holds_in_a_batch_that_mixes_prefill_and_decode(start_engine: StartEngine) -> None:
+@pytest.mark.parametrize("way", [on_true_kv, on_all_rows])
+def test_l1_holds_in_a_batch_that_mixes_prefill_and_decode(
+    start_engine: StartEngine, way: Callable[..., Comparison]
+) -> None:
     engine = start_engine(blend_on_miss="build", chunked_prefill_size=2048, enable_mixed_chunk=True)
     decoding = Prompt([random_tokens(3, 30)], salt="d", max_new_tokens=30, logprobs=False)
-    exact, blended = (
+    blended = [
         rag_prompt(
             SYSTEM,
             [CHUNKS[i] for i in order],
@@ -190,29 +298,14 @@ def test_l1_holds_in_a_batch_that_mixes_prefill_and_decode(start_engine: StartEn
             max_new_tokens=12,
             logprobs=False,
         )
-        for order, ratio in (((3, 1, 2), 1.0), ((2, 4, 1, 3), 0.15))
-    )
-    want = [answer.output_ids for answer in (engine.ask(p)[0] for p in (decoding, exact, blended))]
-    engine.flush()
-    for prompt in (exact, blended):  # their chunks are built now
-        engine.ask(prompt)
+        for order, ratio in (((3, 1, 2), 0.15), ((5, 4, 0), 0.5))
+    ]
 
-    mode, got = engine.call(_ask_while_another_decodes, decoding, [exact, blended])
+    got = engine.call(way, [decoding, *blended], _ask_beside_a_decode)
 
-    assert mode == "MIXED"
-    assert got == want
-    assert want[1] == full_prefill(engine, exact).output_ids
-
-
-def test_l1_holds_with_pages_of_several_tokens(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="build", page_size=16)
-    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in (3, 0, 2)], QUESTION, max_new_tokens=3)
-    prompt.params = {"sgl_blend_ratio": 1.0}
-
-    blended = engine.ask(prompt)[0]
-
-    assert blended.report["chunk_hits"] == 3
-    assert_same(blended, full_prefill(engine, prompt))
+    assert got.reductions
+    assert (got.num_dropped > 0) == (way is on_true_kv)
+    assert [a.output_ids for a in got.blended] == [a.output_ids for a in got.full]
 
 
 def test_logprobs_of_the_prompt_are_those_of_full_prefill(start_engine: StartEngine) -> None:
@@ -220,25 +313,16 @@ def test_logprobs_of_the_prompt_are_those_of_full_prefill(start_engine: StartEng
     chunks = [CHUNKS[0], CHUNKS[3]]
     wanted_from = len(SYSTEM) + len(CHUNKS[0]) + 30
     prompt = rag_prompt(SYSTEM, chunks, QUESTION, logprob_start_len=wanted_from)
-    prompt.params = {"sgl_blend_ratio": 1.0}
+    prompt.params = {"sgl_blend_ratio": 0.15}
 
-    blended = engine.ask(prompt)[0]
+    got = engine.call(on_true_kv, [prompt])
 
-    full = full_prefill(engine, prompt)
+    assert_drops_and_is_full_prefill(got)
+    blended, full = got.blended[0], got.full[0]
     assert len(blended.input_logprobs) == len(full.input_logprobs) > len(QUESTION)
     assert largest_difference(blended.input_logprobs, full.input_logprobs) <= TOLERANCE
-    assert blended.report["recomputed_tokens"] == 30  # rows whose logprob is wanted are computed
-
-
-def test_l1_holds_behind_bos_as_build_prefix(start_engine: StartEngine) -> None:
-    # The first segment is too long to build behind, and as long as BOS: only its tokens tell.
-    engine = start_engine(blend_on_miss="build", blend_max_build_prefix=0)
-    prompt = rag_prompt([7], [CHUNKS[0], CHUNKS[1]], QUESTION, params={"sgl_blend_ratio": 1.0})
-
-    blended = engine.ask(prompt)[0]
-
-    assert blended.report["chunk_hits"] == 2
-    assert_same(blended, full_prefill(engine, prompt))
+    # Rows whose logprob is wanted are computed: the choice is among the 30 before them.
+    assert blended.report["recomputed_tokens"] + blended.report["reused_tokens"] == 30
 
 
 # --- L2: causality ---
@@ -314,11 +398,10 @@ def _rotate_by_complex_numbers(
     return torch.cat([*parts, k[..., 2 * half :].double()], dim=-1)
 
 
-@pytest.mark.parametrize("kind", SERVED_KINDS)
 def test_reused_keys_are_the_stored_keys_at_their_new_position(
-    start_engine: StartEngine, kind: str
+    start_engine: StartEngine, served_kind: str
 ) -> None:
-    engine = start_engine(kind, blend_on_miss="build", chunked_prefill_size=-1)
+    engine = start_engine(served_kind, blend_on_miss="build", chunked_prefill_size=-1)
     far = random_tokens(55, 900)
     prompt = rag_prompt(SYSTEM, [far, CHUNKS[2]], QUESTION, params={"sgl_blend_policy": "none"})
 
@@ -329,7 +412,7 @@ def test_reused_keys_are_the_stored_keys_at_their_new_position(
         k, v = (kv[start : start + length] for kv in blended[layer])
         stored_k, stored_v = (kv[len(SYSTEM) :] for kv in stored[layer])
         moved = _rotate_by_complex_numbers(
-            stored_k, len(far), frequencies, neox=kind != "llama-partial-gptj"
+            stored_k, len(far), frequencies, neox=served_kind != "llama-partial-gptj"
         )
         assert torch.equal(v, stored_v)
         error = (k.double() - moved).abs().max() / moved.abs().max()

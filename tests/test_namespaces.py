@@ -34,7 +34,7 @@ def tenant(salt: str | None) -> str:
 
 def is_accepted(salt: str | None) -> bool:
     try:
-        check_salt(salt)
+        check_salt("cache_salt", salt)
     except RequestError:
         return False
     return True

@@ -47,10 +47,12 @@ def order(driver: Driver, name: str, **fields: Any) -> Any:
 
 def begin_build(driver: Driver) -> Any:
     """Ask for chunks that are missing, and run until the second step of their builds is in flight."""
+    driver.settle()
+    driver.flush()
     driver.ask(rag(0, 1))
     builder = driver.runtime.builder
     before = builder.num_steps
-    driver.run_until(lambda: builder.num_steps > before + 1, limit=10**6)
+    driver.run_until(lambda: builder.num_steps > before + 1, limit=10**5)
     assert driver.scheduler.last_batch.reqs
     return builder
 
@@ -210,7 +212,8 @@ def _other_weights(driver: Driver, own: str, other: str) -> Any:
     """Serve other weights for the time of a with block."""
 
     def update(path: str, *, flush: bool) -> None:
-        answer = order(driver, "UpdateWeightFromDiskReqInput", model_path=path, flush_cache=flush)
+        fields = {"model_path": path, "load_format": "auto", "flush_cache": flush}
+        answer = order(driver, "UpdateWeightFromDiskReqInput", **fields)
         assert answer.success, answer.message
 
     update(other, flush=False)

@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_blend.policies import (
+    EXACT,
+    NAMED,
     POLICIES,
     Score,
     keep_schedule,
@@ -21,7 +23,7 @@ ratios = st.integers(0, 1000).map(lambda thousandths: thousandths / 1000)
 policies = st.sampled_from(sorted(POLICIES))
 chosen_ratio = st.sampled_from(sorted(p for p in POLICIES if POLICIES[p].fixed_ratio is None))
 # Hybrid deals its budget out anew: with one token more, every chunk may get a first token more.
-growing = chosen_ratio.filter(lambda name: name != "hybrid")
+growing = chosen_ratio.filter(lambda name: not name.endswith("hybrid"))
 
 
 def scores_for(chunks: list[int]) -> torch.Tensor:
@@ -158,7 +160,7 @@ def test_a_larger_ratio_never_has_a_smaller_budget(
 
 
 def test_only_policies_that_rank_ask_for_scores() -> None:
-    assert {name: policy.score for name, policy in POLICIES.items()} == {
+    assert {name: POLICIES[name].score for name in NAMED} == {
         "hkvd": Score.V,
         "hkvd-k": Score.K,
         "gradual": Score.V,
@@ -171,6 +173,22 @@ def test_only_policies_that_rank_ask_for_scores() -> None:
         "all": Score.NOTHING,
         "oracle": Score.FULL,
     }
+
+
+def test_every_policy_that_drops_rows_has_an_exact_twin_for_evaluation_only() -> None:
+    twins = {name for name in POLICIES if name.startswith(EXACT)}
+    assert twins == {EXACT + name for name in NAMED if name not in ("all", "oracle")}
+    for name in twins:
+        twin, policy = POLICIES[name], POLICIES[name.removeprefix(EXACT)]
+        assert twin.evaluation_only
+        assert twin.true_kv
+        assert (twin.score, twin.rank, twin.fixed_ratio, twin.gradual, twin.skips_full_layers) == (
+            policy.score,
+            policy.rank,
+            policy.fixed_ratio,
+            policy.gradual,
+            policy.skips_full_layers,
+        )
 
 
 def test_hybrid_takes_heads_of_chunks_and_then_what_deviates_most() -> None:

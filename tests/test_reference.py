@@ -101,6 +101,9 @@ class Reference:
         moved, stored = self.stored(len(SYSTEM) + len(CHUNKS[0]))
         schedule = keep_schedule(policy, ratio, len(moved), NUM_LAYERS - check - 1)
         truth = self.prefill(tokens)
+        reused = stored
+        if POLICIES[policy].true_kv:  # scored by what is stored, answered with what is true
+            reused = [Layer(one.q, one.k[moved], one.v[moved]) for one in truth]
         hidden = self.weights["embed_tokens.weight"][tokens]
         rows = torch.arange(len(tokens))
         kept = moved
@@ -112,7 +115,7 @@ class Reference:
         for number in range(NUM_LAYERS):
             fresh = self.project(number, hidden, rows)
             k, v = torch.zeros(2, len(tokens), KV_HEADS, DIM, dtype=torch.float64)
-            k[moved], v[moved] = stored[number].k, stored[number].v
+            k[moved], v[moved] = reused[number].k, reused[number].v
             k[rows], v[rows] = fresh.k, fresh.v
             hidden = self.finish(number, hidden, fresh.q, k, v, rows)
             if number < check or number == NUM_LAYERS - 1:
@@ -212,6 +215,29 @@ def test_the_engine_blends_as_written_down(
         assert answer.report["chunk_hits"] == 3
         got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
         assert float((got - want).abs().max()) <= TOLERANCE, f"ratio {ratio}"
+
+
+# Several steps, and beside requests that blend what is not true: chunks 1 and 2 are moved in all.
+@pytest.mark.parametrize("chunked", [-1, 64])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if POLICIES[name].true_kv])
+def test_dropping_rows_of_true_kv_is_a_full_prefill(
+    start_engine: StartEngine, model_folder: Path, policy: str, chunked: int
+) -> None:
+    engine = start_engine(
+        blend_on_miss="build", blend_eval=True, blend_check_layer=1, chunked_prefill_size=chunked
+    )
+    want = Reference(make_model("llama", model_folder)).blend("all", 1.0, 1)
+    params = [
+        {"sgl_blend_policy": name, "sgl_blend_ratio": 0.3} for name in (policy, "hkvd", policy)
+    ]
+    prompts = [rag_prompt(SYSTEM, CHUNKS, QUESTION, params=one) for one in params]
+
+    answers, _ = engine.call(_ask_at_once, prompts)
+
+    for answer in (answers[0], answers[2]):
+        assert answer.report["reused_tokens"] > 0
+        got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
+        assert float((got - want).abs().max()) <= TOLERANCE
 
 
 def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> tuple[list[Answer], int]:

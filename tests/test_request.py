@@ -4,7 +4,6 @@ import math
 import time
 from array import array
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import RequestError
-from sgl_blend.gate import RequestGate
-from sgl_blend.policies import POLICIES
+from sgl_blend.policies import NAMED
 from sgl_blend.request import (
     RESERVED_SALT,
     ChunkedPrompt,
@@ -27,7 +25,6 @@ from sgl_blend.request import (
     locate_chunks,
     parse_overrides,
 )
-from sgl_blend.separator import Separator
 
 SEP = 9
 CONFIG = BlendConfig(enable_blend=True, blend_recompute_ratio=0.25, blend_policy="random")
@@ -71,12 +68,6 @@ def test_leading_and_trailing_separators_leave_the_prompt_one_chunk() -> None:
 def test_a_prompt_of_nothing_but_separators_is_refused(count: int) -> None:
     with pytest.raises(RequestError, match="empty without its separators"):
         split(*[SEP] * count)
-
-
-def test_the_gate_refuses_a_prompt_that_is_empty_without_its_separators() -> None:
-    gate = RequestGate(CONFIG, Separator("<sep>", SEP))
-    with pytest.raises(RequestError):
-        gate.check(SimpleNamespace(sampling_params=None, cache_salt=None), [SEP, SEP])
 
 
 def test_an_empty_prompt_has_no_chunks() -> None:
@@ -199,9 +190,14 @@ def test_spans_that_do_not_ascend_inside_the_prompt_are_refused(offsets: tuple[i
         locate_chunks(ids(1, 2, 3, 4, 5), offsets, SEP)
 
 
-def test_spans_beside_separators_are_refused() -> None:
-    with pytest.raises(RequestError, match=r"exclude each other, got both$"):
-        locate_chunks(ids(1, SEP, 2, SEP), (0, 1), SEP)
+def test_beside_spans_a_separator_is_a_token_like_any_other() -> None:
+    # The author of a document may have written it; that must not end anybody's request.
+    prompt = locate_chunks(ids(1, SEP, 2, SEP), (0, 2), SEP)
+    assert prompt == ChunkedPrompt(ids(1, SEP, 2, SEP), (Span(0, 2),))
+
+
+def test_an_empty_list_of_spans_marks_nothing_and_keeps_separators() -> None:
+    assert locate_chunks(ids(1, SEP, 2, SEP), (), SEP) == ChunkedPrompt(ids(1, SEP, 2, SEP), ())
 
 
 def test_more_spans_than_tokens_are_refused_by_count() -> None:
@@ -292,7 +288,7 @@ def test_a_policy_that_does_not_exist_is_refused_and_the_message_lists_those_tha
 ) -> None:
     with pytest.raises(RequestError, match=r"^sgl_blend_policy must be one of ") as caught:
         parse_overrides({"sgl_blend_policy": policy}, CONFIG)
-    assert all(name in str(caught.value) for name in POLICIES)
+    assert all(name in str(caught.value) for name in NAMED)
 
 
 @pytest.mark.parametrize("enabled", [0, 1, "false", None, []], ids=repr)
@@ -430,10 +426,11 @@ def test_keys_that_are_no_text_are_refused() -> None:
 
 @pytest.mark.parametrize("salt", [None, "", "tenant", "sgl-blend", "x" + RESERVED_SALT])
 def test_a_salt_of_the_clients_own_is_accepted(salt: str | None) -> None:
-    check_salt(salt)
+    check_salt("cache_salt", salt)
 
 
+@pytest.mark.parametrize("name", ["cache_salt", "extra_key"])
 @pytest.mark.parametrize("rest", ["", "c:0:", "x"])
-def test_a_salt_that_begins_like_ours_is_refused(rest: str) -> None:
-    with pytest.raises(RequestError, match=r"^cache_salt must not begin with 'sgl-blend:'$"):
-        check_salt(RESERVED_SALT + rest)
+def test_a_salt_that_begins_like_ours_is_refused_by_name(rest: str, name: str) -> None:
+    with pytest.raises(RequestError, match=rf"^{name} must not begin with 'sgl-blend:'$"):
+        check_salt(name, RESERVED_SALT + rest)

@@ -2,11 +2,11 @@ from typing import Any
 
 import pytest
 from sglang.srt.parser.code_completion_parser import completion_templates
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sgl_blend.errors import ConfigError
-from sgl_blend.separator import Separator, find_separator
+from sgl_blend.separator import Separator, find_separator, seam_warning
 
 WORDS = {"<unk>": 0, "red": 1, "green": 2, "blue": 3, "<not-special>": 4}
 
@@ -144,3 +144,74 @@ def test_an_operators_choice_that_the_model_needs_is_refused(wanted: str) -> Non
     )
     with pytest.raises(ConfigError):
         find_separator(tokenizer, wanted)
+
+
+def with_token(token: AddedToken, normalizer: Any = None) -> PreTrainedTokenizerFast:
+    """Build a tokenizer that has this special token and a clean one that is less idle."""
+    core = Tokenizer(models.WordLevel(WORDS, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if normalizer is not None:
+        core.normalizer = normalizer
+    core.add_special_tokens([token, "<|pad_7|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+
+
+UNCLEAN: dict[str, tuple[dict[str, bool], str]] = {
+    "lstrip": ({"lstrip": True}, "takes the blanks beside it"),
+    "rstrip": ({"rstrip": True}, "takes the blanks beside it"),
+    "single_word": ({"single_word": True}, "is not found inside a word"),
+    "normalized": ({"normalized": True}, "is looked for in normalized text"),
+}
+
+
+@pytest.mark.parametrize("flag", UNCLEAN)
+def test_a_token_that_does_not_separate_cleanly_is_passed_over_or_refused(flag: str) -> None:
+    flags, sentence = UNCLEAN[flag]
+    token = AddedToken("<|reserved_0|>", special=True, **{"normalized": False, **flags})
+    tokenizer = with_token(token, normalizers.Lowercase())
+
+    assert choice(tokenizer) == "<|pad_7|>"
+    with pytest.raises(
+        ConfigError, match=rf"^blend_separator '<\|reserved_0\|>' {sentence}.*; name another"
+    ):
+        find_separator(tokenizer, "<|reserved_0|>")
+
+
+def test_what_the_flags_do_is_what_the_rule_says() -> None:
+    def ids(text: str, normalizer: Any = None, **flags: bool) -> list[int]:
+        token = AddedToken("<|reserved_0|>", special=True, **{"normalized": False, **flags})
+        found: list[int] = with_token(token, normalizer).encode(text, add_special_tokens=False)
+        return found
+
+    assert 5 in ids("red<|reserved_0|>green")
+    assert 5 not in ids("red<|reserved_0|>green", single_word=True)
+    assert 5 not in ids("<|RESERVED_0|>", normalizers.Lowercase())
+    assert 5 in ids("<|RESERVED_0|>", normalizers.Lowercase(), normalized=True)
+
+
+def test_without_a_normalizer_a_normalized_token_is_as_good_as_any() -> None:
+    tokenizer = with_token(AddedToken("<|reserved_0|>", special=True, normalized=True))
+    assert choice(tokenizer) == "<|reserved_0|>"
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+def test_a_blank_behind_every_separator_is_warned_about(scheme: str) -> None:
+    core = Tokenizer(models.BPE(vocab={"<unk>": 0, "\u2581": 1, "a": 2, "b": 3}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    core.add_special_tokens(["<|reserved_0|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    separator = find_separator(tokenizer, None)
+    assert separator is not None
+
+    marked = tokenizer.encode(f"a{separator.text}b", add_special_tokens=False)
+    plain = [token for token in marked if token != separator.token_id]
+    grows = plain != tokenizer.encode("ab", add_special_tokens=False)
+
+    warning = seam_warning(tokenizer, separator)
+    assert grows == (scheme == "always")
+    assert (warning is not None) == grows
+    assert warning is None or "puts a blank in front of text behind separator" in warning
+
+
+def test_without_a_separator_there_is_nothing_to_warn_about() -> None:
+    assert seam_warning(None, None) is None

@@ -10,7 +10,7 @@ from typing import Any
 VOCAB_SIZE = 384
 NUM_LAYERS = 4
 
-_COMMON: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -25,7 +25,7 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
-_THETA = {"rope_theta": 10000.0}
+THETA = {"rope_theta": 10000.0}
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {
             "rope_parameters": {
-                **_THETA,
+                **THETA,
                 "rope_type": "llama3",
                 "factor": 8.0,
                 "low_freq_factor": 1.0,
@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-linear": (
         "Llama",
-        {"rope_parameters": {**_THETA, "rope_type": "linear", "factor": 4.0}},
+        {"rope_parameters": {**THETA, "rope_type": "linear", "factor": 4.0}},
     ),
     "llama-partial-gptj": (
         "Llama",
@@ -53,7 +53,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-dynamic": (
         "Llama",
-        {"rope_parameters": {**_THETA, "rope_type": "dynamic", "factor": 4.0}},
+        {"rope_parameters": {**THETA, "rope_type": "dynamic", "factor": 4.0}},
     ),
     # Wide enough for the rounding of its matrix products to depend on how many rows they have.
     "llama-wide": (
@@ -66,7 +66,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         {
             "rope_parameters": {
-                **_THETA,
+                **THETA,
                 "rope_type": "yarn",
                 "factor": 4.0,
                 "original_max_position_embeddings": 2048,
@@ -85,7 +85,7 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
     import transformers
 
     family, overrides = KINDS[kind]
-    settings = {**_COMMON, "rope_parameters": {**_THETA, "rope_type": "default"}, **overrides}
+    settings = {**COMMON, "rope_parameters": {**THETA, "rope_type": "default"}, **overrides}
     config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)
@@ -107,7 +107,7 @@ def make_slim_model(folder: Path) -> Path:
         return path
     config = transformers.LlamaConfig(
         **{
-            **_COMMON,
+            **COMMON,
             "vocab_size": 120_000,
             "hidden_size": 16,
             "num_hidden_layers": 3,

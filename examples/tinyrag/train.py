@@ -18,7 +18,9 @@ from network import Guides, Shape, TinyLlama, save_hf, shape_settings
 from tokenizer import save_tokenizer
 from world import FULL, KINDS, STAGES, Example, Size, make_example, vocabulary
 
-HEADS = {
+Heads = dict[str, tuple[tuple[int, int], ...]]
+
+DEEP_HEADS: Heads = {
     "owner": ((0, 0),),
     "ref": ((0, 2), (1, 2)),
     "alias": ((1, 0), (2, 0)),
@@ -31,8 +33,12 @@ in lower layers and use it in higher ones; a model that reads at once would not 
 the check layer.
 """
 
+SHALLOW_HEADS: Heads = {**DEEP_HEADS, "read": ((2, 2), (3, 0), (3, 2))}
+"""The same for 4 layers: the question reads in the last one."""
+
 SHAPES = {
     "tiny": {},
+    "shallow": {"num_layers": 4},
     "large": {
         "num_layers": 12,
         "hidden_size": 512,
@@ -136,7 +142,14 @@ class Batch:
     num_tokens: int
 
 
-def make_batch(seed: int, step: int, stage: int, budget: int, device: torch.device) -> Batch:
+def make_batch(
+    seed: int,
+    step: int,
+    stage: int,
+    budget: int,
+    device: torch.device,
+    heads: Heads = DEEP_HEADS,
+) -> Batch:
     """Write the batch of a step; the same seed and step always give the same one."""
     draw = random.Random(f"train/{seed}/{step}")
     examples: list[Example] = []
@@ -163,7 +176,7 @@ def make_batch(seed: int, step: int, stage: int, budget: int, device: torch.devi
             columns.append(column)
             kinds.append(kind)
         for role, query, key in example.guides:
-            for layer, head in HEADS[role]:
+            for layer, head in heads[role]:
                 guides.setdefault(layer, []).append((head, number, query, key))
     return Batch(
         tokens.to(device),
@@ -190,6 +203,7 @@ class Trainer:
         self.recipe, self.seed, self.out, self.device = recipe, seed, out, device
         torch.manual_seed(seed)
         self.model = TinyLlama(shape).to(device)
+        self.heads = DEEP_HEADS if shape.num_layers > 4 else SHALLOW_HEADS
         named = list(self.model.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and "embed" not in n]
         others = [p for n, p in named if p.dim() != 2 or "embed" in n]
@@ -256,7 +270,9 @@ class Trainer:
 
     def _train_step(self) -> tuple[float, float, list[float]]:
         recipe = self.recipe
-        batch = make_batch(self.seed, self.step, self.stage, recipe.tokens_per_step, self.device)
+        batch = make_batch(
+            self.seed, self.step, self.stage, recipe.tokens_per_step, self.device, self.heads
+        )
         done = self.step / recipe.steps
         guide_weight = recipe.guide_weight * _falling(done, recipe.guide_full, recipe.guide_off)
         rate = recipe.rate(self.step)

@@ -20,7 +20,7 @@ from sgl_blend.evaluation.arguments import (
     read_templates,
 )
 from sgl_blend.evaluation.converters import FORMATS, read_items
-from sgl_blend.policies import POLICIES
+from sgl_blend.policies import NAMED
 
 if TYPE_CHECKING:
     from sgl_blend.evaluation.evaluate import Settings
@@ -52,7 +52,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--policies",
         type=list_of(str),
         default=["default"],
-        help=f"comma-separated: default (the server's), {', '.join(POLICIES)}",
+        help=f"comma-separated: default (the server's), {', '.join(NAMED)}",
     )
     parser.add_argument(
         "--ratios",

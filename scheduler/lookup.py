@@ -1,0 +1,183 @@
+"""What the tree holds of a request, found once and remembered until the tree changes.
+
+A request is looked up whenever the scheduler considers it, which may be in hundreds of rounds while it
+waits. While nothing was evicted, chunks that were found complete are where they were, and only the
+others are looked for again; while nothing was added either, nothing is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.plan import ReusedSpan
+from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
+from sgl_blend.radix_ext.late_uses import LateUses
+from sgl_blend.scheduler.request_state import RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What the tree holds of a request behind its radix prefix.
+
+    Attributes:
+        hits: Chunks of which something is stored, in prompt order.
+        missing: Identities of chunks that are not stored completely.
+        exact: KV equal to a full prefill's that begins where the radix prefix ends, and the match
+            it comes from; None if there is none.
+    """
+
+    hits: tuple[ChunkHit, ...]
+    missing: tuple[ChunkKey, ...]
+    exact: tuple[ReusedSpan, sglang.TreeMatch] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """A lookup and what it holds for.
+
+    Attributes:
+        keys: Identities that were looked for.
+        prefix: Tokens that the radix tree gave the request.
+        stamp: The store's.
+        found: Per key what is stored of it.
+        lookup: What came of it.
+    """
+
+    keys: tuple[ChunkKey, ...]
+    prefix: int
+    stamp: tuple[int, int]
+    found: list[ChunkHit | None]
+    lookup: Lookup
+
+
+class Lookups:
+    """Looks requests up; owned by the scheduler thread.
+
+    Args:
+        store: Where chunks are found.
+        with_exact_namespace: Whether exact KV of the client's earlier prompts may be used.
+    """
+
+    def __init__(self, store: ChunkStore, *, with_exact_namespace: bool) -> None:
+        self._store = store
+        self._with_exact_namespace = with_exact_namespace
+        self._uses = LateUses(store)
+
+    def look_up(self, req: Any, state: RequestState) -> Lookup:
+        """Return what the tree holds of a request; its chunks count as used now."""
+        prefix, stamp = sglang.prefix_length(req), self._store.stamp
+        known = _remembered(state)
+        if known is None or known.stamp != stamp or known.prefix != prefix:
+            # A removal of something else is not told from one of these chunks.
+            still_there = known is not None and known.stamp[0] == stamp[0]
+            found = list(known.found) if known is not None and still_there else None
+            found = self._find_chunks(state, prefix, found)
+            lookup = self._put_together(req, state, prefix, found)
+            state.missed.update(lookup.missing)
+            known = _Remembered(state.keys, prefix, stamp, found, lookup)
+            state.remembered = known
+        self._uses.add(req.rid, known.lookup.hits, state.num_tokens)
+        return known.lookup
+
+    def last_missing(self, state: RequestState) -> tuple[ChunkKey, ...]:
+        """Return the chunks that were missing when a request was last looked up."""
+        known = _remembered(state)
+        return () if known is None else known.lookup.missing
+
+    def before_evict(self) -> None:
+        """Note that the tree is about to evict."""
+        self._uses.tell_all()
+        self._store.note_removal()
+
+    def before_reset(self) -> None:
+        """Note that the tree is about to forget everything."""
+        self._uses.clear()
+        self._store.note_removal()
+
+    def _find_chunks(
+        self, state: RequestState, prefix: int, found: list[ChunkHit | None] | None
+    ) -> list[ChunkHit | None]:
+        keys, spans, holds_all = state.keys, state.spans, self._store.holds_all
+        if found is None:
+            found = [None] * len(keys)
+        wanted = [
+            index
+            for index, (span, hit) in enumerate(zip(spans, found, strict=True))
+            if span.stop > prefix and (hit is None or not holds_all(hit))
+        ]
+        new = self._store.find_all([keys[i] for i in wanted], [spans[i] for i in wanted])
+        for index, hit in zip(wanted, new, strict=True):
+            found[index] = hit
+        return found
+
+    def _put_together(
+        self, req: Any, state: RequestState, prefix: int, found: list[ChunkHit | None]
+    ) -> Lookup:
+        holds_all = self._store.holds_all
+        hits = [
+            hit
+            for hit in found
+            if hit is not None
+            and hit.span.stop > prefix
+            and hit.span.start + hit.num_tokens > prefix
+        ]
+        exact = self._find_exact(req, state, hits, prefix)
+        covered = prefix if exact is None else exact[0].stop
+        missing = tuple(
+            key
+            for key, span, hit in zip(state.keys, state.spans, found, strict=True)
+            if span.stop > covered and (hit is None or not holds_all(hit))
+        )
+        return Lookup(tuple(hits), missing, exact)
+
+    def _find_exact(
+        self, req: Any, state: RequestState, hits: list[ChunkHit], prefix: int
+    ) -> tuple[ReusedSpan, sglang.TreeMatch] | None:
+        """Find the longest stored KV that a full prefill would compute itself.
+
+        The build prefix is one such piece if it is the prompt's own beginning, together with the
+        chunk right behind it; the client's exact namespace may hold a longer one.
+        """
+        tokens = sglang.fill_ids(req)
+        limit = state.num_tokens - 1
+        matches = []
+        key, first = state.keys[0], state.spans[0]
+        end = first.start * tokens.itemsize
+        if memoryview(tokens).cast("B")[:end] == key.prefix:
+            head = self._store.find_prefix(
+                tokens, salt=key.salt, extra_key=key.extra_key, limit=first.start
+            )
+            if hits and hits[0].span == first:
+                hits[0] = _from_the_beginning(hits[0], head)
+                head = hits[0].match
+            matches.append(head)
+        if self._with_exact_namespace:
+            # Without a limit, which would copy the prompt to leave its last token out.
+            matches.append(
+                self._store.find_prefix(tokens, salt=state.client_salt, extra_key=key.extra_key)
+            )
+        if not matches:
+            return None
+        best = max(matches, key=len)
+        stop = min(len(best), limit)
+        if stop <= prefix:
+            return None
+        return ReusedSpan(prefix, stop, prefix, best.slots), best
+
+
+def _remembered(state: RequestState) -> _Remembered | None:
+    """Return what is remembered of a request, unless other weights have changed its keys."""
+    known = state.remembered
+    return known if isinstance(known, _Remembered) and known.keys is state.keys else None
+
+
+def _from_the_beginning(hit: ChunkHit, head: sglang.TreeMatch) -> ChunkHit:
+    """Return a hit whose match names the slots of its build prefix too."""
+    if hit.match.start == 0:
+        return hit
+    slots = torch.cat([head.slots[: hit.match.start], hit.match.slots])
+    return hit._replace(match=sglang.TreeMatch(slots, hit.match.node))

@@ -1,0 +1,213 @@
+"""Ways to make a full prefill's answer go through the sparse path, so that law L1 can fail there.
+
+At ratio 1 no row is dropped: all layers are stock, and selection, compaction and ragged attention never
+run. Two things can be compared with full prefill although they run:
+
+    true KV        rows are dropped, but what is stored for them is what a full prefill gives them
+    all rows kept  every layer that may select does, and every row that it may drop goes on
+
+The functions here run in the worker process (harness.Engine.call).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from harness import Answer, Driver, Prompt
+
+_REFERENCE = "reference"
+"""Client salt of the full prefills; blended requests have others."""
+Ask = Callable[[Driver, list[Prompt]], list[Answer]]
+
+_NOISE = 3.0
+"""How far wrong KV is from the true; larger than anything that rounding does to a score."""
+
+
+@dataclass
+class Comparison:
+    """Answers of blended requests, and of full prefills of the same tokens."""
+
+    blended: list[Answer]
+    full: list[Answer]
+    reductions: list[tuple[int, int]] = field(default_factory=list)
+    """Rows of the batch before and behind every selection of the blended forwards."""
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(before - behind for before, behind in self.reductions)
+
+
+def on_true_kv(
+    driver: Driver,
+    prompts: Sequence[Prompt],
+    ask: Ask | None = None,
+    wrong: Sequence[int] = (),
+) -> Comparison:
+    """Blend prompts whose chunks hold what a full prefill of the very prompt gives their tokens.
+
+    Args:
+        driver: The worker's; its cache is flushed before and behind.
+        prompts: Requests that share no chunk: a chunk has one KV. Those without chunks are asked too.
+        ask: How they are asked; by default all at once.
+        wrong: Positions of the first prompt whose stored KV is far from the true one.
+    """
+    driver.settle()
+    driver.flush()
+    states = [_build(driver, prompt) for prompt in prompts]
+    full = [_prefill_in_full(driver, prompt) for prompt in prompts]
+    for prompt, state in zip(prompts, states, strict=True):
+        if state is not None:
+            _store_true_kv(driver, prompt, state, wrong if prompt is prompts[0] else ())
+    with _watched_reductions() as reductions:
+        blended = (ask or _ask_at_once)(driver, list(prompts))
+    driver.settle()
+    driver.flush()
+    return Comparison(blended, full, reductions)
+
+
+def on_all_rows(
+    driver: Driver,
+    prompts: Sequence[Prompt],
+    ask: Ask | None = None,
+) -> Comparison:
+    """Blend prompts on chunks as they are built, but drop no row anywhere; arguments as above."""
+    driver.settle()
+    driver.flush()
+    for prompt in prompts:
+        _build(driver, prompt)
+    full = [_prefill_in_full(driver, prompt) for prompt in prompts]
+    with _all_rows_kept(), _watched_reductions() as reductions:
+        blended = (ask or _ask_at_once)(driver, list(prompts))
+    driver.settle()
+    driver.flush()
+    return Comparison(blended, full, reductions)
+
+
+def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
+    return driver.ask(*prompts)
+
+
+def _build(driver: Driver, prompt: Prompt) -> Any:
+    """Let a request's chunks be built and return its state; None for a request without chunks.
+
+    It is asked at ratio 1, which stores no KV that another ratio could find.
+    """
+    if not prompt.chunk_at:
+        return None
+    req = driver.submit(replace(prompt, params={"sgl_blend_ratio": 1.0}, max_new_tokens=1))
+    state = req.sgl_blend
+    driver.run_until(req.finished)
+    driver.settle()
+    return state
+
+
+def _prefill_in_full(driver: Driver, prompt: Prompt) -> Answer:
+    plain = replace(prompt, segments=[prompt.tokens], chunk_at=[], params={}, salt=_REFERENCE)
+    return driver.ask(plain)[0]
+
+
+def _store_true_kv(driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[int]) -> None:
+    """Overwrite the stored KV of a request's chunks."""
+    from sgl_blend import sglang_adapter
+
+    tree = driver.scheduler.tree_cache
+    runner = driver.scheduler.tp_worker.model_runner
+    pool = runner.token_to_kv_pool
+    rotary = runner.model.model.layers[0].self_attn.rotary_emb
+    true_slots = sglang_adapter.match(
+        tree, array("q", prompt.tokens), salt=_REFERENCE, extra_key=None
+    ).slots
+    for key, span in zip(state.keys, state.spans, strict=True):
+        found = sglang_adapter.match(tree, key.path, salt=key.salt, extra_key=key.extra_key)
+        stored = found.slots[key.prefix_length :]
+        there = true_slots[span.start : span.start + len(stored)]
+        assert len(stored) > 0, "a chunk is not stored"
+        assert len(there) == len(stored), "the full prefill is not stored"
+        offsets = torch.arange(len(stored), device=stored.device)
+        turn = _turn(rotary, span.start + offsets, key.prefix_length + offsets)
+        noise = torch.zeros(len(stored), 1, 1, device=stored.device)
+        for position in wrong:
+            if span.start <= position < span.start + len(stored):
+                noise[position - span.start] = _NOISE
+        for layer in range(driver.scheduler.model_config.num_hidden_layers):
+            k_pool, v_pool = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            k = _rotated(k_pool[there], turn, neox=rotary.is_neox_style)
+            k_pool[stored] = k + noise * torch.randn_like(k)
+            v_pool[stored] = v_pool[there] + noise * torch.randn_like(v_pool[there])
+
+
+def _turn(rotary: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Return unit complex numbers [n, rotary_dim / 2] that take keys from old to new positions.
+
+    From the model's own table, but written down apart from kernels/delta_rope.py: what is wrong there
+    must not cancel out here.
+    """
+    cos, sin = rotary.cos_sin_cache.double().chunk(2, dim=-1)
+    table = torch.complex(cos, sin)
+    turn = table[new] / table[old]
+    return turn / turn.abs()
+
+
+def _rotated(k: torch.Tensor, turn: torch.Tensor, *, neox: bool) -> torch.Tensor:
+    """Rotate keys [n, heads, dim] in float64; the result has their dtype."""
+    half = turn.shape[-1]
+    rotary, rest = k[..., : 2 * half].double(), k[..., 2 * half :]
+    x, y = (
+        (rotary[..., :half], rotary[..., half:]) if neox else (rotary[..., ::2], rotary[..., 1::2])
+    )
+    z = torch.complex(x, y) * turn[:, None]
+    parts = [z.real, z.imag] if neox else [torch.stack([z.real, z.imag], -1).flatten(-2)]
+    return torch.cat([*(part.to(k.dtype) for part in parts), rest], dim=-1)
+
+
+@contextmanager
+def _watched_reductions() -> Iterator[list[tuple[int, int]]]:
+    """Note how many rows every selection finds and leaves."""
+    from sgl_blend.attention import BlendAttention
+
+    seen: list[tuple[int, int]] = []
+    original = BlendAttention._reduce
+
+    def reduce(backend: Any, *args: Any) -> None:
+        before = int(backend._batch.positions.shape[0])
+        original(backend, *args)
+        seen.append((before, int(backend._batch.positions.shape[0])))
+
+    with patch.object(BlendAttention, "_reduce", reduce):
+        yield seen
+
+
+class _Eager(int):
+    """A count of rows that claims to be less than any other, so that rows are selected for it."""
+
+    def __lt__(self, other: object) -> bool:
+        return True
+
+
+@contextmanager
+def _all_rows_kept() -> Iterator[None]:
+    """Let every request with chunks select in all layers that may, and keep all its rows."""
+    from sgl_blend.fusor import Fusor
+    from sgl_blend.plan import LayerSplit, Window
+
+    original = Fusor._candidates
+
+    def candidates(fusor: Fusor, *args: Any) -> Any:
+        drops_any = property(lambda window: window.num_candidates)
+        with patch.object(Window, "num_dropped", drops_any):
+            return original(fusor, *args)
+
+    def schedule(window: Window, layers: LayerSplit) -> list[int]:
+        return [_Eager(window.num_candidates)] * layers.above
+
+    with (
+        patch.object(Fusor, "_candidates", candidates),
+        patch.object(Window, "schedule", schedule),
+    ):
+        yield
