@@ -4,7 +4,7 @@ import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class LiveServer:
         except httpx.TransportError as err:
             time.sleep(1.0)  # its log is still being written
             raise AssertionError(
-                f"{method} {path}: {type(err).__name__}, the server died:\n{self.last_words()}"
+                f"{method} {path}: {type(err).__name__}, the server died or hangs:\n{self.last_words()}"
             ) from None
 
     def generate(
@@ -213,6 +213,17 @@ class Servers:
             server = LiveServer(self.model, [*FLAGS, *flags], log)
         self._running[flags] = server  # behind all others
         return server
+
+    @contextmanager
+    def use(self, *flags: str) -> Iterator[LiveServer]:
+        """Lend a server that lives; it ends if the block fails, because its state is unknown then."""
+        server = self.get(*flags)
+        try:
+            yield server
+        except BaseException:
+            self._running.pop(flags, None)
+            server.close()
+            raise
 
     def close(self) -> None:
         """Stop all."""

@@ -86,11 +86,10 @@ def test_the_server_survives(servers: Servers, name: str, num_requests: int) -> 
     attacks = [
         CLASSES[name](Random(f"{name} {i}")) for i in range(num_requests * max(1, at_once // 3))
     ]
-    server = servers.get(*BLEND, *STEPS)
+    with servers.use(*BLEND, *STEPS) as server:
+        with ThreadPoolExecutor(at_once) as pool:
+            found = list(pool.map(lambda attack: send(server, attack), attacks))
 
-    with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(lambda attack: send(server, attack), attacks))
-
-    server.check_unharmed()
+        server.check_unharmed()
     for attack, answer in zip(attacks, found, strict=True):
         check_status(servers, attack, answer)

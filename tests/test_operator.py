@@ -138,17 +138,23 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     started.close()
 
 
-def tensors_of(model: Path) -> dict[str, Any]:
-    """Return a body that sets one parameter to what it is."""
-    from safetensors.torch import load_file
-    from sglang.srt.utils import MultiprocessingSerializer
+class SharedTensors:
+    """Bodies that set one parameter to what it is; each is read once, while this object lives."""
 
-    set_sharing_strategy: Any = torch.multiprocessing.set_sharing_strategy
-    set_sharing_strategy("file_system")  # by name: any process may open it
-    name = "model.norm.weight"
-    named = [(name, load_file(model / "model.safetensors")[name])]
-    data = MultiprocessingSerializer.serialize(named)
-    return {"serialized_named_tensors": [base64.b64encode(data).decode()], "flush_cache": True}
+    def __init__(self, model: Path) -> None:
+        set_sharing_strategy: Any = torch.multiprocessing.set_sharing_strategy
+        set_sharing_strategy("file_system")  # by name: any process may open it
+        self._file = model / "model.safetensors"
+        self._held: list[Any] = []
+
+    def body(self) -> dict[str, Any]:
+        from safetensors.torch import load_file
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        name = "model.norm.weight"
+        self._held.append([(name, load_file(self._file)[name])])
+        data = MultiprocessingSerializer.serialize(self._held[-1])
+        return {"serialized_named_tensors": [base64.b64encode(data).decode()], "flush_cache": True}
 
 
 class Operator:
@@ -156,13 +162,13 @@ class Operator:
 
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
-        self._tensors = tensors_of(servers.model)
+        self._tensors = SharedTensors(servers.model)
         self._stock: dict[str, list[int]] = {}
 
     def _send(self, server: LiveServer, call: Call) -> int:
         body = call.body
         if body is not None:
-            body = self._tensors if "tensors" in body else body
+            body = self._tensors.body() if "tensors" in body else body
             if body.get("model_path") == "MODEL":
                 body = {**body, "model_path": str(self._servers.model)}
         response = server.call(call.method, call.path, json=body)
@@ -176,12 +182,13 @@ class Operator:
                 statuses.append(self._send(server, step))
             elif step == EMPTY:
                 info = server.info()
-                assert info["chunks_pending"] == 0, step
-                assert info["pool"]["free"] == info["pool"]["capacity"], step
+                found = info["chunks_pending"], info["pool"]
+                empty = found[0] == 0 and found[1]["free"] == found[1]["capacity"]
+                assert empty, f"{step}: {found} behind {statuses}"
             else:
                 before = progress(server)
                 time.sleep(WATCH_S)
-                assert progress(server) == before, step
+                assert progress(server) == before, f"{step} behind {statuses}"
         return statuses
 
     def stock_statuses(self, script: str) -> list[int]:
@@ -234,57 +241,57 @@ def test_an_operator_does_not_notice_background_work(
     servers: Servers, operator: Operator, case: Case
 ) -> None:
     want = operator.stock_statuses(case.script)
-    server = servers.get(*SCHEDULES[case.schedule])
-    enter(server, case)
+    with servers.use(*SCHEDULES[case.schedule]) as server:
+        enter(server, case)
 
-    assert operator.run(server, case.script) == want
+        assert operator.run(server, case.script) == want
 
-    server.check_unharmed()
+        server.check_unharmed()
 
 
 def test_a_flush_with_a_timeout_does_not_wait_for_builds(servers: Servers) -> None:
-    server = servers.get(*SCHEDULES["overlap"])
-    shares = []
-    for _ in range(2):  # the machine may stop for a moment in one of them
-        ids, spans = new_prompt(SHORT_CHUNK)
-        start = time.perf_counter()
-        server.generate(ids, spans)
-        answered = time.perf_counter()
-        assert server.call("POST", "/flush_cache?timeout=60").status_code == 200
-        shares.append((time.perf_counter() - answered) / (answered - start))
+    with servers.use(*SCHEDULES["overlap"]) as server:
+        shares = []
+        for _ in range(2):  # the machine may stop for a moment in one of them
+            ids, spans = new_prompt(SHORT_CHUNK)
+            start = time.perf_counter()
+            server.generate(ids, spans)
+            answered = time.perf_counter()
+            assert server.call("POST", "/flush_cache?timeout=60").status_code == 200
+            shares.append((time.perf_counter() - answered) / (answered - start))
 
-    # A build would take about as long as the prompt's prefill; one step of sixteen is waited for.
-    assert min(shares) < 0.4
-    server.check_unharmed()
+        # A build would take about as long as the prompt's prefill; one step of sixteen is waited for.
+        assert min(shares) < 0.4
+        server.check_unharmed()
 
 
 def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -> None:
     other = make_model("llama", tmp_path, seed=1)
-    server = servers.get(*SCHEDULES["overlap"])
-    prompt, spans = new_prompt(80, 80)
-    first, second = spans[:2], spans[2:]
+    with servers.use(*SCHEDULES["overlap"]) as server:
+        prompt, spans = new_prompt(80, 80)
+        first, second = spans[:2], spans[2:]
 
-    def ask() -> dict[str, Any]:
-        head, a, b = prompt[: first[0]], prompt[slice(*second)], prompt[slice(*first)]
-        ids = head + a + b + new_tokens(20)
-        report: dict[str, Any] = server.generate(ids, spans, 0.1)["meta_info"]["sgl_blend"][0]
+        def ask() -> dict[str, Any]:
+            head, a, b = prompt[: first[0]], prompt[slice(*second)], prompt[slice(*first)]
+            ids = head + a + b + new_tokens(20)
+            report: dict[str, Any] = server.generate(ids, spans, 0.1)["meta_info"]["sgl_blend"][0]
+            server.wait_until_at_rest()
+            return report
+
+        def update(path: Path) -> None:
+            body = {"model_path": str(path), "flush_cache": False}
+            assert server.call("POST", "/update_weights_from_disk", json=body).status_code == 200
+
+        server.generate(prompt, spans)
         server.wait_until_at_rest()
-        return report
-
-    def update(path: Path) -> None:
-        body = {"model_path": str(path), "flush_cache": False}
-        assert server.call("POST", "/update_weights_from_disk", json=body).status_code == 200
-
-    server.generate(prompt, spans)
-    server.wait_until_at_rest()
-    assert ask()["chunk_hits"] == 2
-    update(other)
-    try:
-        assert ask()["chunk_hits"] == 0
         assert ask()["chunk_hits"] == 2
-    finally:
-        update(servers.model)
-    server.check_unharmed()
+        update(other)
+        try:
+            assert ask()["chunk_hits"] == 0
+            assert ask()["chunk_hits"] == 2
+        finally:
+            update(servers.model)
+        server.check_unharmed()
 
 
 # --- other clients ------------------------------------------------------------------------------
@@ -317,17 +324,17 @@ def test_a_short_request_waits_for_one_step_of_a_long_build(
 ) -> None:
     prompt, spans = new_prompt(chunk_tokens)
     stock = servers.get(*LARGE_STEPS)
-    server = servers.get(*BLEND, *LARGE_STEPS)
-    steps = time_step(stock, prompt, server.info()["build_step_tokens"])
-    idle = short_ttfts(server, 12, building=False)
-    server.generate(prompt, spans)
+    with servers.use(*BLEND, *LARGE_STEPS) as server:
+        steps = time_step(stock, prompt, server.info()["build_step_tokens"])
+        idle = short_ttfts(server, 12, building=False)
+        server.generate(prompt, spans)
 
-    beside = short_ttfts(server, 12, building=True)
+        beside = short_ttfts(server, 12, building=True)
 
-    assert len(beside) >= 3, f"the build was over after {beside}, idle {idle}"
-    assert statistics.median(beside) <= statistics.median(idle) + statistics.median(steps)
-    assert sorted(beside)[-2] <= max(idle) + max(steps)
-    server.check_unharmed()
+        assert len(beside) >= 3, f"the build was over after {beside}, idle {idle}"
+        assert statistics.median(beside) <= statistics.median(idle) + statistics.median(steps)
+        assert sorted(beside)[-2] <= max(idle) + max(steps)
+        server.check_unharmed()
 
 
 class Decoding:
@@ -378,12 +385,12 @@ def test_a_running_request_waits_for_one_step_of_a_long_build(
     servers: Servers, chunk_tokens: int
 ) -> None:
     stock = servers.get(*LARGE_STEPS)
-    server = servers.get(*BLEND, *LARGE_STEPS)
-    steps = time_step(stock, new_prompt(chunk_tokens)[0], server.info()["build_step_tokens"])
-    control = gap_behind(stock, chunk_tokens, marked=False)
+    with servers.use(*BLEND, *LARGE_STEPS) as server:
+        steps = time_step(stock, new_prompt(chunk_tokens)[0], server.info()["build_step_tokens"])
+        control = gap_behind(stock, chunk_tokens, marked=False)
 
-    # The machine may stop for a moment in one of the rounds; a build that is not cut shows in all.
-    gaps = [gap_behind(server, chunk_tokens, marked=True) for _ in range(2)]
+        # The machine may stop for a moment in one of the rounds; a build that is not cut shows in all.
+        gaps = [gap_behind(server, chunk_tokens, marked=True) for _ in range(2)]
 
-    assert min(gaps) <= control + max(steps), f"gaps {gaps}, stock {control}, steps {steps}"
-    server.check_unharmed()
+        assert min(gaps) <= control + max(steps), f"gaps {gaps}, stock {control}, steps {steps}"
+        server.check_unharmed()
