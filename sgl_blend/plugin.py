@@ -254,7 +254,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
-    model = LoadedModel(_model_fingerprint(scheduler), config, ranks)
+    model = LoadedModel(_model_fingerprint(scheduler), config, ranks, quality=quality)
     split = LayerSplit(config.blend_check_layer, len(layers))
     pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
@@ -298,7 +298,6 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
             "architecture": model_architecture,
             "attention": kernel.name,
             "dtype": str(runner.dtype).removeprefix("torch."),
-            "quality": quality,
             "least_rows": None
             if cost_model is None
             else cost_model.least_rows(config.blend_recompute_ratio),
