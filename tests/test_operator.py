@@ -284,11 +284,13 @@ def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -
 
         server.generate(prompt, spans)
         server.wait_until_at_rest()
-        assert ask()["chunk_hits"] == 2
+        before = ask()
+        assert before["chunk_hits"] == 2, before
         update(other)
         try:
-            assert ask()["chunk_hits"] == 0
-            assert ask()["chunk_hits"] == 2
+            changed, again = ask(), ask()
+            assert changed["chunk_hits"] == 0, changed
+            assert again["chunk_hits"] == 2, again
         finally:
             update(servers.model)
         server.check_unharmed()
