@@ -11,7 +11,8 @@ from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkStore
 
 _CHUNK_WEIGHT = 256
 _LIMIT = 4096 * _CHUNK_WEIGHT
-"""Bounds what one eviction has to tell, and the tokens that are held for it (8 MB)."""
+"""Bounds what one eviction has to tell, and the tokens that are held for it (8 MB). Beyond it the
+oldest uses are forgotten: their chunks look as old as they were before."""
 
 
 class LateUses:
@@ -37,23 +38,19 @@ class LateUses:
         self._uses[rid] = hits, weight
         self._weight += weight
         while self._weight > _LIMIT and len(self._uses) > 1:
-            self._tell(next(iter(self._uses)))
+            self._drop(next(iter(self._uses)))
 
     def tell_all(self) -> None:
         """Tell the tree, least recent use first."""
-        for rid in list(self._uses):
-            self._tell(rid)
+        for hits, _ in self._uses.values():
+            for hit in hits:
+                self._store.touch(hit.key)
+        self.clear()
 
     def clear(self) -> None:
         """Forget all, because the tree did."""
         self._uses.clear()
         self._weight = 0
 
-    def _tell(self, rid: str) -> None:
-        for hit in self._drop(rid):
-            self._store.touch(hit.key)
-
-    def _drop(self, rid: str) -> tuple[ChunkHit, ...]:
-        hits, weight = self._uses.pop(rid, ((), 0))
-        self._weight -= weight
-        return hits
+    def _drop(self, rid: str) -> None:
+        self._weight -= self._uses.pop(rid, ((), 0))[1]

@@ -1,10 +1,14 @@
 """Which weights a server answers with, and the namespaces that follow from them."""
 
+import logging
 import secrets
 
 from sgl_blend.config import BlendConfig
 from sgl_blend.namespaces import ModelFingerprint, blend_salt, chunk_salt, fingerprint
+from sgl_blend.profile import NOT_JUDGED
 from sgl_blend.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class LoadedModel:
@@ -17,14 +21,19 @@ class LoadedModel:
         fingerprint: Of the model that was loaded at start.
         config: The server's settings.
         ranks: Which must agree on a new fingerprint.
+        quality: By what the answers of that model were judged (profile.quality_of).
 
     Attributes:
         fingerprint: Of the weights that are loaded now.
+        quality: By what their answers were judged.
         num_updates: How often the weights have changed since the start.
     """
 
-    def __init__(self, fingerprint: ModelFingerprint, config: BlendConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, fingerprint: ModelFingerprint, config: BlendConfig, ranks: Ranks, *, quality: str
+    ) -> None:
         self.fingerprint = fingerprint
+        self.quality = quality
         self.num_updates = 0
         self._config = config
         self._ranks = ranks
@@ -33,8 +42,11 @@ class LoadedModel:
         """Take note that the weights have changed; all ranks must be told together.
 
         Nothing cheap tells new weights from old ones, so the fingerprint is drawn: it will not meet
-        that of any other server or time.
+        that of any other server or time. A profile was made with the weights of the start.
         """
+        if self.num_updates == 0 and self._config.blend_profile is not None:
+            logger.warning("sgl-blend: the weights have changed, quality is %s", NOT_JUDGED)
+        self.quality = NOT_JUDGED
         (nonce,) = self._ranks.agree([float(secrets.randbits(52))])
         self.num_updates += 1
         self.fingerprint = fingerprint(f"{self.fingerprint} {int(nonce):013x}")

@@ -269,6 +269,7 @@ class BlendRuntime:
             **self._description,
             "model_fingerprint": self._model.fingerprint,
             "weight_updates": self._model.num_updates,
+            "quality": self._model.quality,
             **self._metrics.totals,
             "fallbacks": dict(self._metrics.fallbacks),
             "chunks_built": self.builder.num_built,

@@ -23,7 +23,7 @@ from sgl_blend.gate import RequestGate, check_preferred
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.namespaces import ModelFingerprint, architecture, fingerprint
 from sgl_blend.plan import LayerSplit
-from sgl_blend.profile import check_architecture, load_profile
+from sgl_blend.profile import check_architecture, load_profile, quality_of
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.ranks import Ranks
@@ -247,16 +247,14 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     if not config.blend_eval:  # an evaluation is to see how wrong it is
         check_rotation(errors, runner.dtype)
     model_architecture = architecture(runner.model_config.hf_config.to_dict())
-    if config.blend_profile is not None:
-        profile = load_profile(config.blend_profile)
-        check_architecture(profile, config.blend_profile, model_architecture)
+    quality = _quality(config, model_architecture)
     separator = find_separator(scheduler.tokenizer, config.blend_separator)
     if (warning := seam_warning(scheduler.tokenizer, separator)) is not None:
         logger.warning("sgl-blend: %s", warning)
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
     ranks = Ranks(sglang.rank_group())
-    model = LoadedModel(_model_fingerprint(scheduler), config, ranks)
+    model = LoadedModel(_model_fingerprint(scheduler), config, ranks, quality=quality)
     split = LayerSplit(config.blend_check_layer, len(layers))
     pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
@@ -312,7 +310,21 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         config,
         None if separator is None else separator.text,
     )
+    logger.info("sgl-blend: quality %s", quality)
     return runtime
+
+
+def _quality(config: BlendConfig, model_architecture: str) -> str:
+    """Check the profile against the model, and say by what the model's answers were judged.
+
+    Raises:
+        ConfigError: The profile is another model's.
+    """
+    profile = None
+    if config.blend_profile is not None:
+        profile = load_profile(config.blend_profile)
+        check_architecture(profile, config.blend_profile, model_architecture)
+    return quality_of(profile, msgspec.to_builtins(config))
 
 
 def _make_canary(

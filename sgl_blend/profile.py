@@ -1,5 +1,6 @@
 """Profiles: what ``sgl-blend verify`` found out about a model, as settings that a server loads."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,39 @@ import msgspec
 
 from sgl_blend.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
+PACKAGE = "package"
+"""Name of the prompts that come with the package, where a file's would stand."""
+NOT_JUDGED = "not judged for this model, run sgl-blend verify --data"
+
+
+class Quality(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """By what answers were judged.
+
+    Attributes:
+        judged: Whether the prompts could tell, and the settings passed.
+        data: Name of the file of prompts, or PACKAGE.
+        digest: SHA-256 of the file, as hexadecimal digits.
+        prompts: How many of its prompts were asked.
+        reason: Why nothing was judged, or None.
+    """
+
+    judged: bool
+    data: str
+    digest: str
+    prompts: int
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """Say it in words, for a log."""
+        data = "the package's own prompts" if self.data == PACKAGE else self.data
+        return f"judged by {data} ({self.prompts} prompts)" if self.judged else NOT_JUDGED
+
+
+class _Head(msgspec.Struct, frozen=True):
+    """What profiles of all formats have."""
+
+    format: int
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -19,12 +52,14 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             another model refuses the profile.
         settings: Blend settings by name, such as blend_policy.
         measured: What the settings were chosen by, for people to read.
+        quality: By which prompts they were judged.
     """
 
     format: int
     architecture: str
     settings: dict[str, Any]
     measured: dict[str, Any]
+    quality: Quality
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON."""
@@ -39,17 +74,18 @@ def load_profile(path: str) -> Profile:
         ConfigError: There is no such file, or it is no profile of this version.
     """
     try:
-        profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
+        content = Path(path).read_bytes()
+        found = msgspec.json.decode(content, type=_Head).format
+        if found != FORMAT:
+            raise ConfigError(
+                f"blend_profile {path} has format {found}, expected {FORMAT}; "
+                "run sgl-blend verify again"
+            )
+        return msgspec.json.decode(content, type=Profile)
     except OSError as err:
         raise ConfigError(f"blend_profile {path}: {err.strerror}") from err
     except msgspec.DecodeError as err:
         raise ConfigError(f"blend_profile {path}: {err}") from err
-    if profile.format != FORMAT:
-        raise ConfigError(
-            f"blend_profile {path} has format {profile.format}, expected {FORMAT}; "
-            "run sgl-blend verify again"
-        )
-    return profile
 
 
 def check_architecture(profile: Profile, path: str, architecture: str) -> None:
@@ -63,3 +99,18 @@ def check_architecture(profile: Profile, path: str, architecture: str) -> None:
             f"blend_profile {path} was made for another model (configuration "
             f"{profile.architecture}, this one is {architecture}); run sgl-blend verify on this one"
         )
+
+
+def quality_of(profile: Profile | None, settings: Mapping[str, Any]) -> str:
+    """Say by what the answers of a server were judged.
+
+    Args:
+        profile: The profile it was started with, or None.
+        settings: Its blend settings by name; some may have been given instead of the profile's.
+    """
+    if profile is None:
+        return NOT_JUDGED
+    changed = [name for name, value in profile.settings.items() if settings[name] != value]
+    if profile.quality.judged and changed:
+        return f"{NOT_JUDGED} (the profile was made with another {', '.join(changed)})"
+    return str(profile.quality)

@@ -37,7 +37,9 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
     Raises:
         UnsupportedError: The model cannot be blended, or the pool is too small for a few tokens.
     """
-    model = type(scheduler.tp_worker.model_runner.model).__name__
+    runner = scheduler.tp_worker.model_runner
+    model = type(runner.model).__name__
+    pools = sglang.layer_pools(runner)
     with sglang.borrowed_slots(scheduler, [_ROWS, _HEAD + _CHUNK]) as borrowed:
         if borrowed is None:
             raise UnsupportedError(
@@ -45,6 +47,8 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
                 "raise --max-total-tokens"
             )
         slots, path = borrowed
+        for pool in (*pools.k, *pools.v):
+            pool[path] = 0  # memory that nobody wrote to may hold what is no number
         with sglang.prefill_batch(scheduler, slots) as batch:
             try:
                 finite = _gives_finite_logits(fusor, batch, _plan(path, config))

@@ -19,7 +19,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness import Answer, Driver, Prompt
+from harness import Answer, Driver, Prompt, largest_difference
+
+TOLERANCE = 1e-4
+"""Law L1's bound on logits in float32 (docs/design.md)."""
 
 _REFERENCE = "reference"
 """Client salt of the full prefills; blended requests have others."""
@@ -43,11 +46,37 @@ class Comparison:
         return sum(before - behind for before, behind in self.reductions)
 
 
+def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None:
+    assert got.output_ids == want.output_ids
+    for row, (a, b) in enumerate(zip(got.logprobs, want.logprobs, strict=True)):
+        difference = largest_difference(a, b)
+        assert difference <= tolerance, f"output token {row} differs by {difference}"
+
+
+def assert_drops_and_is_full_prefill(got: Comparison) -> None:
+    """Accept L1 for requests whose dropped rows have true KV."""
+    assert got.num_dropped > 0
+    for blended, full in zip(got.blended, got.full, strict=True):
+        assert blended.report["fallback"] is None
+        assert blended.report["reused_tokens"] > 0
+        assert_same(blended, full)
+
+
+def assert_keeps_all_and_is_full_prefill(got: Comparison) -> None:
+    """Accept L1 for requests that went through the sparse path with all their rows."""
+    assert got.reductions, "no layer selected"
+    assert got.num_dropped == 0
+    for blended, full in zip(got.blended, got.full, strict=True):
+        assert blended.report["fallback"] is None
+        assert_same(blended, full)
+
+
 def on_true_kv(
     driver: Driver,
     prompts: Sequence[Prompt],
     ask: Ask | None = None,
     wrong: Sequence[int] = (),
+    nan_layer: int | None = None,
 ) -> Comparison:
     """Blend prompts whose chunks hold what a full prefill of the very prompt gives their tokens.
 
@@ -56,14 +85,14 @@ def on_true_kv(
         prompts: Requests that share no chunk: a chunk has one KV. Those without chunks are asked too.
         ask: How they are asked; by default all at once.
         wrong: Positions of the first prompt whose stored KV is far from the true one.
+        nan_layer: Layer in which nothing that is stored of a moved chunk is a number.
     """
-    driver.settle()
-    driver.flush()
+    _begin_anew(driver)
     states = [_build(driver, prompt) for prompt in prompts]
     full = [_prefill_in_full(driver, prompt) for prompt in prompts]
     for prompt, state in zip(prompts, states, strict=True):
         if state is not None:
-            _store_true_kv(driver, prompt, state, wrong if prompt is prompts[0] else ())
+            _store_true_kv(driver, prompt, state, wrong if prompt is prompts[0] else (), nan_layer)
     with _watched_reductions() as reductions:
         blended = (ask or _ask_at_once)(driver, list(prompts))
     driver.settle()
@@ -77,8 +106,7 @@ def on_all_rows(
     ask: Ask | None = None,
 ) -> Comparison:
     """Blend prompts on chunks as they are built, but drop no row anywhere; arguments as above."""
-    driver.settle()
-    driver.flush()
+    _begin_anew(driver)
     for prompt in prompts:
         _build(driver, prompt)
     full = [_prefill_in_full(driver, prompt) for prompt in prompts]
@@ -87,6 +115,16 @@ def on_all_rows(
     driver.settle()
     driver.flush()
     return Comparison(blended, full, reductions)
+
+
+def _begin_anew(driver: Driver) -> None:
+    """Empty the cache, and let no slot hold what an earlier request has left there."""
+    driver.settle()
+    driver.flush()
+    pool = driver.scheduler.tp_worker.model_runner.token_to_kv_pool
+    for layer in range(driver.scheduler.model_config.num_hidden_layers):
+        pool.get_key_buffer(layer).normal_(0.0, _NOISE)
+        pool.get_value_buffer(layer).normal_(0.0, _NOISE)
 
 
 def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
@@ -112,7 +150,9 @@ def _prefill_in_full(driver: Driver, prompt: Prompt) -> Answer:
     return driver.ask(plain)[0]
 
 
-def _store_true_kv(driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[int]) -> None:
+def _store_true_kv(
+    driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[int], nan_layer: int | None
+) -> None:
     """Overwrite the stored KV of a request's chunks."""
     from sgl_blend import sglang_adapter
 
@@ -140,6 +180,8 @@ def _store_true_kv(driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[i
             k = _rotated(k_pool[there], turn, neox=rotary.is_neox_style)
             k_pool[stored] = k + noise * torch.randn_like(k)
             v_pool[stored] = v_pool[there] + noise * torch.randn_like(v_pool[there])
+            if layer == nan_layer and span.start > key.prefix_length:
+                k_pool[stored] = v_pool[stored] = torch.nan
 
 
 def _turn(rotary: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

@@ -351,7 +351,7 @@ def _steps_while_another_decodes(driver: Driver) -> list[bool]:
 def test_requests_decode_between_the_steps_of_a_shadow(start_engine: StartEngine) -> None:
     engine = start_engine(**NEVER_TRIPS, chunked_prefill_size=128)
     rounds = engine.call(_steps_while_another_decodes)
-    assert sum(rounds) == 5
+    assert sum(rounds) == 3  # 300 tokens
     assert not any(a and b for a, b in itertools.pairwise(rounds))
 
 

@@ -23,7 +23,16 @@ from sgl_blend.config import (
 from sgl_blend.errors import ConfigError
 from sgl_blend.namespaces import architecture
 from sgl_blend.policies import POLICIES
-from sgl_blend.profile import Profile, check_architecture
+from sgl_blend.profile import (
+    FORMAT,
+    NOT_JUDGED,
+    PACKAGE,
+    Profile,
+    Quality,
+    check_architecture,
+    load_profile,
+    quality_of,
+)
 
 BAD: list[tuple[str, Any, str]] = [
     ("blend_recompute_ratio", 1.5, r"blend_recompute_ratio must be a number in \[0, 1\], got 1.5"),
@@ -270,12 +279,15 @@ def test_a_policy_for_evaluation_needs_a_server_for_evaluation() -> None:
 
 # --- profiles ---
 
+QUALITY = Quality(judged=True, data="mine.jsonl", digest="ab", prompts=300)
 PROFILE = Profile(
-    format=1,
+    format=FORMAT,
     architecture="0123",
     settings={"blend_policy": "gradual", "blend_recompute_ratio": 0.1, "blend_check_layer": 2},
     measured={"kl": 0.01},
+    quality=QUALITY,
 )
+END = b'"measured": {}, "quality": {"judged": false, "data": "", "digest": "", "prompts": 0}}'
 
 
 def test_a_profile_fills_in_what_was_left_at_its_default(tmp_path: Path) -> None:
@@ -303,13 +315,15 @@ def test_without_a_profile_nothing_changes() -> None:
         (None, "No such file"),
         (b"{", "truncated"),
         (b"[]", "Expected `object`"),
-        (b'{"format": 2, "architecture": "", "settings": {}, "measured": {}}', "format 2"),
         (
-            b'{"format": 1, "architecture": "", "settings": {"blend_x": 1}, "measured": {}}',
-            "blend_x",
+            b'{"format": 1, "architecture": "", "settings": {}, "measured": {}}',
+            r"has format 1, expected 2; run sgl-blend verify again",
         ),
+        (b'{"format": 3}', "format 3"),
+        (b'{"format": 2, "architecture": "", "settings": {}, "measured": {}}', "quality"),
+        (b'{"format": 2, "architecture": "", "settings": {"blend_x": 1}, ' + END, "blend_x"),
         (
-            b'{"format": 1, "architecture": "", "settings": {"blend_policy": 1}, "measured": {}}',
+            b'{"format": 2, "architecture": "", "settings": {"blend_policy": 1}, ' + END,
             "blend_policy",
         ),
     ],
@@ -330,6 +344,31 @@ def test_a_profile_of_another_model_is_refused() -> None:
     check_architecture(PROFILE, "p.json", "0123")
     with pytest.raises(ConfigError, match=r"made for another model .* run sgl-blend verify"):
         check_architecture(PROFILE, "p.json", "4567")
+
+
+def test_a_profile_names_the_data_it_was_judged_by(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "p.json")
+    assert load_profile(str(tmp_path / "p.json")).quality == QUALITY
+
+
+def test_a_server_says_by_what_quality_was_judged() -> None:
+    served = {"blend_policy": "gradual", "blend_recompute_ratio": 0.1, "blend_check_layer": 2}
+    assert quality_of(PROFILE, served) == "judged by mine.jsonl (300 prompts)"
+    package = msgspec.structs.replace(
+        PROFILE, quality=msgspec.structs.replace(QUALITY, data=PACKAGE)
+    )
+    assert quality_of(package, served) == "judged by the package's own prompts (300 prompts)"
+
+
+def test_a_server_says_when_quality_was_not_judged() -> None:
+    served = {"blend_policy": "gradual", "blend_recompute_ratio": 0.1, "blend_check_layer": 2}
+    assert NOT_JUDGED == "not judged for this model, run sgl-blend verify --data"
+    assert quality_of(None, served) == NOT_JUDGED
+    idle = msgspec.structs.replace(QUALITY, judged=False, reason="too few")
+    assert quality_of(msgspec.structs.replace(PROFILE, quality=idle), served) == NOT_JUDGED
+    other = quality_of(PROFILE, {**served, "blend_recompute_ratio": 0.05})
+    assert other.startswith(NOT_JUDGED)
+    assert "another blend_recompute_ratio" in other
 
 
 def test_an_architecture_is_the_same_wherever_the_model_lies() -> None:

@@ -14,7 +14,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_blend.config import BlendConfig
 from sgl_blend.errors import ConfigError, RequestError
+from sgl_blend.fallback import FallbackReason
 from sgl_blend.gate import RequestGate, check_preferred
+from sgl_blend.namespaces import fingerprint
+from sgl_blend.ranks import Ranks
+from sgl_blend.scheduler.intake import Intake
+from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.separator import Separator
 
 VOCAB_SIZE = 384
@@ -181,6 +186,13 @@ def test_no_client_names_a_namespace_of_ours(name: str) -> None:
     setattr(request, name, "sgl-blend:c:0123:")
     with pytest.raises(RequestError, match=r"must not begin with 'sgl-blend:'$"):
         GATE.check(request)
+
+
+def test_behind_the_gate_a_name_of_ours_is_served_in_full() -> None:
+    model = LoadedModel(fingerprint("m"), CONFIG, Ranks(), quality="")
+    intake = Intake(CONFIG, model, separator_id=SEP, bos_token_id=1, canary=None)
+    request = tokenized([20, SEP, *range(30, 80), SEP, 21], extra_key="sgl-blend:c:0123:")
+    assert intake.read(request).fallback is FallbackReason.MALFORMED
 
 
 def test_what_is_echoed_has_no_separators() -> None:

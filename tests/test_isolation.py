@@ -94,6 +94,42 @@ def test_one_tenant_alone_has_the_cache_to_itself(start_engine: StartEngine) -> 
     assert hits == 0, "the oldest chunks were kept although nobody else needs protection"
 
 
+def _flood_of_salts(driver: Driver, count: int) -> tuple[list[int], int, int]:
+    """Let a tenant reuse four chunks while somebody sends one request under each of many salts.
+
+    Returns:
+        How many of the four the tenant hits after every six salts; the chunks and the tenants
+        that metadata is held of.
+    """
+    driver.settle()
+    driver.flush()
+    for _ in range(2):
+        driver.ask(ask_for(range(4), "tenant", logprobs=False))
+        driver.settle()
+    hits = []
+    for start in range(0, count, 6):
+        driver.ask(
+            *(
+                rag_prompt(SYSTEM, [random_tokens(5000 + i, 80)], QUESTION, salt=f"flood-{i}")
+                for i in range(start, start + 6)
+            )
+        )
+        driver.settle()
+        answer = driver.ask(ask_for(range(4), "tenant", logprobs=False))[0]
+        hits.append(answer.report["chunk_hits"])
+        driver.settle()
+    shares = driver.runtime._shares
+    return hits, shares.num_chunks, getattr(shares, "num_tenants", 0)
+
+
+def test_a_flood_of_salts_takes_no_more_than_one_share(start_engine: StartEngine) -> None:
+    engine = start_engine(max_total_tokens=2000)
+    hits, protected, tenants = engine.call(_flood_of_salts, 120)
+    assert hits == [4] * 20
+    assert protected * 80 <= 2000, "metadata of more chunks than the pool can hold"
+    assert tenants <= 32 + 256
+
+
 def _busy_and_slow(driver: Driver) -> list[int]:
     """Let one tenant draw from twenty chunks, five requests a turn, and another from six, one a turn.
 

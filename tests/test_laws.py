@@ -16,7 +16,15 @@ from harness import (
     rag_prompt,
     random_tokens,
 )
-from sparse_path import Comparison, on_all_rows, on_true_kv
+from sparse_path import (
+    TOLERANCE,
+    Comparison,
+    assert_drops_and_is_full_prefill,
+    assert_keeps_all_and_is_full_prefill,
+    assert_same,
+    on_all_rows,
+    on_true_kv,
+)
 from tiny_models import NUM_LAYERS
 
 from sgl_blend.policies import POLICIES, Score, recompute_budget
@@ -29,8 +37,6 @@ SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(6)]
 HOLE = random_tokens(50, 15)
 QUESTION = random_tokens(99, 20)
-TOLERANCE = 1e-4
-"""Law L1's bound on logits in float32 (docs/design.md)."""
 
 SERVED_KINDS = (
     "llama",
@@ -55,13 +61,6 @@ def full_prefill(engine: Engine, prompt: Prompt, salt: str = "reference") -> Ans
     return engine.ask(tokens)[0]
 
 
-def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None:
-    assert got.output_ids == want.output_ids
-    for row, (a, b) in enumerate(zip(got.logprobs, want.logprobs, strict=True)):
-        difference = largest_difference(a, b)
-        assert difference <= tolerance, f"output token {row} differs by {difference}"
-
-
 # --- L1: what blending computes is full prefill ---
 
 
@@ -76,24 +75,6 @@ def scattered(**rest: Any) -> Prompt:
     """A chunk in its place, text of no chunk, two chunks that moved, and a question."""
     segments = [SYSTEM, CHUNKS[3], HOLE, CHUNKS[0], CHUNKS[2], QUESTION]
     return Prompt(segments, [1, 3, 4], **rest)
-
-
-def assert_drops_and_is_full_prefill(got: Comparison) -> None:
-    """Accept L1 for requests whose dropped rows have true KV."""
-    assert got.num_dropped > 0
-    for blended, full in zip(got.blended, got.full, strict=True):
-        assert blended.report["fallback"] is None
-        assert blended.report["reused_tokens"] > 0
-        assert_same(blended, full)
-
-
-def assert_keeps_all_and_is_full_prefill(got: Comparison) -> None:
-    """Accept L1 for requests that went through the sparse path with all their rows."""
-    assert got.reductions, "no layer selected"
-    assert got.num_dropped == 0
-    for blended, full in zip(got.blended, got.full, strict=True):
-        assert blended.report["fallback"] is None
-        assert_same(blended, full)
 
 
 def test_l1_rows_dropped_for_true_kv_change_nothing(
@@ -174,6 +155,18 @@ def test_l1_every_policy_recomputes_what_is_stored_wrong(
     assert wrong or policy in ("none", "query-aware")
 
     got = engine.call(on_true_kv, [scattered(params=params, max_new_tokens=2)], None, wrong)
+
+    assert_drops_and_is_full_prefill(got)
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "hkvd-k", "gradual", "hybrid"])
+def test_scores_that_are_no_numbers_push_no_other_row_out(
+    start_engine: StartEngine, policy: str
+) -> None:
+    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=1)
+    params = {"sgl_blend_ratio": 0.15, "sgl_blend_policy": policy}
+
+    got = engine.call(on_true_kv, [scattered(params=params)], None, (), 1)
 
     assert_drops_and_is_full_prefill(got)
 

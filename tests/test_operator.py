@@ -32,7 +32,6 @@ SCHEDULES = {
     ),
 }
 SHORT_CHUNK, LONG_CHUNK = 2000, 4000
-QUESTION = 24
 DELAY_S = 0.12
 WATCH_S = 0.6
 
@@ -269,12 +268,13 @@ def test_a_flush_with_a_timeout_does_not_wait_for_builds(servers: Servers) -> No
 def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -> None:
     other = make_model("llama", tmp_path, seed=1)
     with servers.use(*SCHEDULES["overlap"]) as server:
-        head, chunks = new_prompt()[0], [new_tokens(80), new_tokens(80)]
-        spans = [len(head), len(head) + 80, len(head) + 80, len(head) + 160]
+        prompt, spans = new_prompt(80, 80)
+        first, second = spans[:2], spans[2:]
 
-        def ask(first: int) -> dict[str, Any]:
-            ids = head + chunks[first] + chunks[1 - first] + new_tokens(QUESTION)
-            report: dict[str, Any] = server.generate(ids, spans, 0.1)["meta_info"]["sgl_blend"][0]
+        def ask(ratio: float) -> dict[str, Any]:
+            head, a, b = prompt[: first[0]], prompt[slice(*second)], prompt[slice(*first)]
+            ids = head + a + b + new_tokens(20)
+            report: dict[str, Any] = server.generate(ids, spans, ratio)["meta_info"]["sgl_blend"][0]
             server.wait_until_at_rest()
             return report
 
@@ -282,12 +282,14 @@ def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -
             body = {"model_path": str(path), "flush_cache": False}
             assert server.call("POST", "/update_weights_from_disk", json=body).status_code == 200
 
-        ask(0)
-        before = ask(1)  # in another order: what is not reused as a prefix is reused as chunks
+        server.generate(prompt, spans)
+        server.wait_until_at_rest()
+        before = ask(0.1)
         assert before["chunk_hits"] == 2, before
         update(other)
         try:
-            changed, again = ask(0), ask(1)
+            changed = ask(0.1)
+            again = ask(0.2)  # another namespace, so that the first answer is no prefix of it
             assert changed["chunk_hits"] == 0, changed
             assert again["chunk_hits"] == 2, again
         finally:
@@ -297,6 +299,7 @@ def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -
 
 # --- other clients ------------------------------------------------------------------------------
 
+QUESTION = 24
 LONG_BUILDS = pytest.mark.parametrize(
     "chunk_tokens", [3500, pytest.param(7000, marks=pytest.mark.slow)]
 )

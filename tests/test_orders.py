@@ -296,12 +296,12 @@ def _exact_prefix_alone(driver: Driver) -> dict[str, Any]:
     driver.settle()
     before = driver.runtime.describe()
     uses: list[Any] = []
-    use = driver.runtime.admission._shares.use
-    driver.runtime.admission._shares.use = uses.append
+    hit = driver.runtime.admission._shares.hit
+    driver.runtime.admission._shares.hit = uses.append
     try:
         answer = driver.ask(rag(0, 1, params={"sgl_blend_ratio": 0.3}))[0]
     finally:
-        driver.runtime.admission._shares.use = use
+        driver.runtime.admission._shares.hit = hit
     after = driver.runtime.describe()
     driver.settle()
     return {

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, Ranks, largest_difference, rag_prompt, random_tokens
+from harness import Answer, Driver, Prompt, Ranks, largest_difference, rag_prompt, random_tokens
+from sparse_path import (
+    assert_drops_and_is_full_prefill,
+    assert_keeps_all_and_is_full_prefill,
+    on_all_rows,
+    on_true_kv,
+)
 from tiny_models import make_model
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -17,8 +23,8 @@ pytestmark = pytest.mark.engine
 
 SYSTEM = random_tokens(1, 30)
 CHUNKS = [random_tokens(20 + i, 70) for i in range(5)]
-SETTINGS = {"blend_check_layer": 1, "blend_when": "always"}
-SCORED = ["hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "random"]
+SETTINGS = {"blend_check_layer": 1, "blend_when": "always", "blend_eval": True}
+SCORED = ["hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "random", "oracle"]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])
@@ -78,7 +84,7 @@ def _blend(driver: Driver, policy: str) -> tuple[list[Answer], list[list[int]]]:
 def test_l9_two_ranks_select_and_answer_as_one(
     start_engine: StartEngine, ranks: Ranks, kind: str, policy: str
 ) -> None:
-    alone, rows_alone = start_engine(kind).call(_blend, policy)
+    alone, rows_alone = start_engine(kind, **SETTINGS).call(_blend, policy)
     together = ranks.call(_blend, policy)
 
     assert rows_alone, "nothing was selected"
@@ -90,6 +96,25 @@ def test_l9_two_ranks_select_and_answer_as_one(
             assert got.output_ids == want.output_ids
             for mine, theirs in zip(got.logprobs, want.logprobs, strict=True):
                 assert largest_difference(mine, theirs) <= 1e-4
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "gradual", "query-aware", "first-k", "oracle"])
+def test_l1_holds_on_two_ranks(ranks: Ranks, policy: str) -> None:
+    segments = [
+        SYSTEM,
+        CHUNKS[0],
+        random_tokens(50, 15),
+        CHUNKS[1],
+        CHUNKS[2],
+        random_tokens(9, 12),
+    ]
+    params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.15}
+    prompt = Prompt(segments, [1, 3, 4], params=params, max_new_tokens=3)
+
+    for dropped in ranks.call(on_true_kv, [prompt]):
+        assert_drops_and_is_full_prefill(dropped)
+    for kept in ranks.call(on_all_rows, [prompt]):
+        assert_keeps_all_and_is_full_prefill(kept)
 
 
 def _wander(driver: Driver, rank: int) -> list[dict[str, Any]]:

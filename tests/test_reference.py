@@ -7,6 +7,7 @@ stages, its logits must be these.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(3)]
 QUESTION = random_tokens(99, 20)
 HEADS, KV_HEADS, DIM, THETA, EPS = 4, 2, 16, 10000.0, 1e-6
+MAX_ASKED = 128
+"""A query-aware policy asks the last so many rows of a long question (docs/design.md)."""
 TOLERANCE = 2e-4
 """On log-probabilities; the engine computes in float32."""
 
@@ -95,9 +98,12 @@ class Reference:
             hidden = self.finish(number, hidden, one.q, one.k, one.v, positions)
         return layers
 
-    def blend(self, policy: str, ratio: float, check: int) -> torch.Tensor:
+    def blend(
+        self, policy: str, ratio: float, check: int, question: Sequence[int] = QUESTION
+    ) -> torch.Tensor:
         """Return the log-probabilities of the first answer token."""
-        tokens = [*SYSTEM, *(token for chunk in CHUNKS for token in chunk), *QUESTION]
+        tokens = [*SYSTEM, *(token for chunk in CHUNKS for token in chunk), *question]
+        num_asked = min(len(question), MAX_ASKED)
         moved, stored = self.stored(len(SYSTEM) + len(CHUNKS[0]))
         schedule = keep_schedule(policy, ratio, len(moved), NUM_LAYERS - check - 1)
         truth = self.prefill(tokens)
@@ -125,7 +131,7 @@ class Reference:
                 within = torch.isin(moved, kept)
                 old = Layer(fresh.q, stored[number].k[within], stored[number].v[within])
                 new = Layer(fresh.q, k[kept], v[kept])
-                scores = self.scores(policy, old, new, k, kept, truth, stored, check)
+                scores = self.scores(policy, old, new, k, kept, truth, stored, check, num_asked)
                 single = None if scores is None else scores.float()
                 chosen = kept[POLICIES[policy].select(single, lengths, count)]
                 stays = ~torch.isin(rows, kept) | torch.isin(rows, chosen)
@@ -164,6 +170,7 @@ class Reference:
         truth: list[Layer],
         stored: list[Layer],
         check: int,
+        num_asked: int,
     ) -> torch.Tensor | None:
         score = POLICIES[policy].score
         if score is Score.V:
@@ -171,9 +178,8 @@ class Reference:
         if score is Score.K:
             return (new.k - old.k).square().sum((1, 2))
         if score is Score.QUERY:
-            question = new.q[-len(QUESTION) :]
-            first = k.shape[0] - len(QUESTION)
-            return query_attention(question, k, first, scale=1 / math.sqrt(DIM))[kept]
+            first = k.shape[0] - num_asked
+            return query_attention(new.q[-num_asked:], k, first, scale=1 / math.sqrt(DIM))[kept]
         if score is Score.FULL:
             total = torch.zeros(len(kept), dtype=torch.float64)
             for true, copy in zip(truth[check + 1 :], stored[check + 1 :], strict=True):
@@ -238,6 +244,54 @@ def test_dropping_rows_of_true_kv_is_a_full_prefill(
         assert answer.report["reused_tokens"] > 0
         got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
         assert float((got - want).abs().max()) <= TOLERANCE
+
+
+def test_oracle_gives_every_layer_the_same_say(
+    start_engine: StartEngine, model_folder: Path
+) -> None:
+    # Layers deviate on scales of their own. Only some budgets tell whether that was made up for.
+    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=1)
+    reference = Reference(make_model("llama", model_folder))
+    moved, stored = reference.stored(len(SYSTEM) + len(CHUNKS[0]))
+    truth = reference.prefill([*SYSTEM, *(token for chunk in CHUNKS for token in chunk), *QUESTION])
+    layers = [
+        (true.v[moved] - copy.v).square().sum((1, 2))
+        for true, copy in zip(truth[2:], stored[2:], strict=True)
+    ]
+    even, raw = sum(one / one.mean() for one in layers), sum(layers)
+    assert isinstance(even, torch.Tensor)
+    assert isinstance(raw, torch.Tensor)
+    budgets = [
+        budget
+        for budget in range(1, len(moved))
+        if set(even.topk(budget).indices.tolist()) != set(raw.topk(budget).indices.tolist())
+    ]
+    assert budgets, "this model's layers deviate alike"
+    for budget in budgets[:4]:
+        ratio = budget / len(moved)
+        params = {"sgl_blend_policy": "oracle", "sgl_blend_ratio": ratio}
+
+        answer = engine.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, params=params))[0]
+
+        want = reference.blend("oracle", ratio, 1)
+        got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
+        assert float((got - want).abs().max()) <= TOLERANCE, f"budget {budget}"
+
+
+def test_a_long_question_asks_with_its_last_rows(
+    start_engine: StartEngine, model_folder: Path
+) -> None:
+    engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=1)
+    reference = Reference(make_model("llama", model_folder))
+    question = random_tokens(98, MAX_ASKED + 70)
+    for ratio in (0.1, 0.4):
+        params = {"sgl_blend_policy": "query-aware", "sgl_blend_ratio": ratio}
+
+        answer = engine.ask(rag_prompt(SYSTEM, CHUNKS, question, params=params))[0]
+
+        want = reference.blend("query-aware", ratio, 1, question)
+        got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
+        assert float((got - want).abs().max()) <= TOLERANCE, f"ratio {ratio}"
 
 
 def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> tuple[list[Answer], int]:

@@ -1,11 +1,12 @@
 """``sgl-blend verify``: what it measures, what it suggests, and builds that it must refuse."""
 
+import hashlib
 import json
+import random
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +15,15 @@ from programs import run_program
 from tiny_models import make_text_model
 
 from sgl_blend.config import BlendConfig
-from sgl_blend.evaluation.verify import Exactness, Verdict, bundled_items, find_cheapest
+from sgl_blend.evaluation.bundled import bundled_digest, bundled_items
+from sgl_blend.evaluation.judge import Bounds, Judgement
+from sgl_blend.evaluation.prompts import Templates
+from sgl_blend.evaluation.verify import Exactness, Plan, Verdict
+from sgl_blend.profile import Quality, load_profile
 
 __all__ = ["model_folder"]  # fixture
 
 ROOT = Path(__file__).parents[1]
-
-
-def row(kl: float, cost: float | None, check_layer: int | None = 1) -> Any:
-    return SimpleNamespace(kl=kl, layer_rows_share=cost, check_layer=check_layer)
 
 
 def exactness(**changes: Any) -> Exactness:
@@ -31,21 +32,10 @@ def exactness(**changes: Any) -> Exactness:
         "dtype": "float32",
         "noise_kl": 0.0,
         "ratio_one_kl": 1e-9,
+        "true_kv_kl": 1e-9,
         "architecture": "abc",
     }
     return Exactness(**{**facts, **changes})
-
-
-def test_the_cheapest_setting_within_the_bound_is_found() -> None:
-    full, good, cheap, bad = row(0, 1.0, None), row(0.05, 0.4), row(0.1, 0.3), row(0.2, 0.1)
-    found = [find_cheapest([full, good, cheap, bad], bound) for bound in (0.1, 0.07, 0.01)]
-    assert found == [cheap, good, None]
-    assert find_cheapest([full, row(0.0, None)], 0.1) is None
-
-
-def test_of_equally_cheap_settings_the_nearer_one_is_found() -> None:
-    near, far = row(0.01, 0.3), row(0.02, 0.3)
-    assert find_cheapest([far, near], 0.1) is near
 
 
 def test_an_exact_engine_passes() -> None:
@@ -58,6 +48,8 @@ def test_an_exact_engine_passes() -> None:
         ({"rotation_errors": {1: 1e-7, 1000: 0.1}}, "keys moved by 1000 tokens are off by 1.0e-01"),
         ({"ratio_one_kl": 2e-6}, "with every token recomputed the answer is 2.0e-06 nats"),
         ({"ratio_one_kl": float("nan")}, "with every token recomputed"),
+        ({"true_kv_kl": 2e-6}, "with rows dropped whose KV is the true one the answer is 2.0e-06"),
+        ({"true_kv_kl": float("nan")}, "with rows dropped"),
         ({"dtype": "float32", "ratio_one_kl": 1e-3, "noise_kl": 1e-2}, "more than 1.0e-06"),
         ({"dtype": "bfloat16", "ratio_one_kl": 1e-3, "noise_kl": 1e-4}, "more than 2.0e-04"),
     ],
@@ -76,21 +68,30 @@ def test_in_bfloat16_ratio_one_may_differ_by_the_noise() -> None:
     assert changed.why_not() is None
 
 
+def verdict(**judgement: Any) -> Verdict:
+    plan = Plan(
+        model_path="m",
+        bounds=Bounds(0.1, 0.97),
+        items=bundled_items(),
+        data="mine.jsonl",
+        digest="ab",
+        templates=Templates(),
+    )
+    return Verdict(plan, exactness(), Judgement(**judgement))
+
+
 def test_a_refused_model_has_no_profile() -> None:
     with pytest.raises(ValueError, match="no setting is acceptable"):
-        Verdict(exactness(), [], None, None, "no").profile(0.1)
+        verdict(refusal="no").profile()
 
 
-def test_the_bundled_prompts_shuffle_their_documents() -> None:
-    items = bundled_items()
-    assert len(items) == 16
-    assert len({item.chunks for item in items}) == 16
-    assert all(len(set(item.chunks)) == 5 for item in items)
-    # A document stands in different places, so its KV is moved.
-    places = {
-        item.chunks.index(items[0].chunks[0]) for item in items if items[0].chunks[0] in item.chunks
-    }
-    assert len(places) >= 4
+def test_where_nothing_was_judged_the_profile_holds_the_defaults_and_says_so() -> None:
+    profile = verdict(not_judged="too few").profile()
+    assert BlendConfig.from_settings(profile.settings) == BlendConfig()
+    assert set(profile.settings) > {"blend_policy", "blend_recompute_ratio", "blend_check_layer"}
+    assert profile.quality == Quality(
+        judged=False, data="mine.jsonl", digest="ab", prompts=256, reason="too few"
+    )
 
 
 # --- through the engine ---
@@ -102,24 +103,67 @@ def run_verify(model: Path, python_path: Path, *flags: str) -> subprocess.Comple
     return run_program(command, python_path, timeout_s=600, PYTHONPATH=str(python_path))
 
 
+def write_data(path: Path, count: int, num_letters: int = 40) -> Path:
+    """Write prompts over three short chunks, for models that read bytes and know nothing."""
+    draw = random.Random(5)
+
+    def letters() -> str:
+        return "".join(draw.choice("abcdefgh ") for _ in range(num_letters))
+
+    lines = [
+        {"system": "s" * 20, "chunks": [letters() for _ in range(3)], "question": f"q{number}"}
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps({**line, "answer": "x"}) + "\n" for line in lines))
+    return path
+
+
 @pytest.mark.engine
 def test_a_model_is_verified_and_its_profile_is_served(model_folder: Path, tmp_path: Path) -> None:
     model = make_text_model("llama-llama3", model_folder)
+    data = write_data(tmp_path / "mine.jsonl", 96)
     profile, facts = tmp_path / "profile.json", tmp_path / "facts.json"
-    flags = ["--limit", "3", "--max-kl", "1000", "--ratios", "0.15,0.5", "--policies", "hkvd"]
-    flags += ["--check-layers", "1", "--profile", str(profile), "--json", str(facts)]
+    # Half of the first tokens would have to agree, and plain reuse must not be seen to do so well.
+    flags = ["--data", str(data), "--max-kl", "1e-3", "--min-top1", "0.5", "--ratios", "0.15,0.95"]
+    flags += ["--policies", "hkvd", "--check-layers", "1"]
+    flags += ["--profile", str(profile), "--json", str(facts)]
 
     done = run_verify(model, ROOT, *flags)
 
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert done.stdout.rstrip().endswith("this model may be blended")
     found = json.loads(facts.read_text())
     assert found["passed"] is True
     assert 0 < found["ratio_one_kl"] <= 1e-6  # it went through the blended layers
+    assert 0 < found["true_kv_kl"] <= 1e-6
     assert max(found["rotation_errors"].values()) < 1e-6
-    assert found["cheapest"]["ratio"] == 0.15
+    assert found["cheapest"]["n"] == 64
+    saved = load_profile(str(profile))
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    assert saved.quality == Quality(judged=True, data="mine.jsonl", digest=digest, prompts=96)
     config = BlendConfig(enable_blend=True, blend_profile=str(profile)).with_profile()
-    assert config.blend_recompute_ratio == 0.15
+    assert config.blend_recompute_ratio == found["cheapest"]["ratio"]
+
+
+@pytest.mark.engine
+def test_without_prompts_that_can_tell_nothing_is_judged(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    model = make_text_model("llama-llama3", model_folder)
+    profile = tmp_path / "profile.json"
+
+    done = run_verify(model, ROOT, "--limit", "64", "--profile", str(profile))
+
+    assert done.returncode == 3, done.stdout + done.stderr[-2000:]
+    last = done.stdout.splitlines()[-1]
+    assert "not judged: 64 prompts are too few" in last
+    assert "give at least 131 with --data" in last
+    saved = load_profile(str(profile))
+    assert (saved.quality.judged, saved.quality.data) == (False, "package")
+    assert (saved.quality.prompts, saved.quality.digest) == (64, bundled_digest())
+    config = BlendConfig(enable_blend=True, blend_profile=str(profile)).with_profile()
+    default = BlendConfig(enable_blend=True, blend_profile=str(profile))
+    assert config == default
 
 
 SABOTAGE = {
@@ -140,6 +184,23 @@ SABOTAGE = {
         "self.embedding.head_size, self.embedding.rotary_dim, len(self.embedding.cos_sin_cache), "
         "10000, self.neox, torch.float32).cos_sin_cache, old_position, new_position)",
     ),
+    "kept rows write where others do": (
+        "attention.py",
+        "sglang.take_rows(self._batch, self.kept_rows, left)",
+        "sglang.take_rows(self._batch, self.kept_rows, left); "
+        "self._batch.out_cache_loc = self._batch.out_cache_loc.roll(1)",
+    ),
+    "attention one position short": (
+        "attention.py",
+        "self._kernel.plan(self._batch.positions, left",
+        "self._kernel.plan((self._batch.positions - 1).clamp(min=0), left",
+    ),
+    "attention misses a key": (
+        "sglang_forward.py",
+        "return [table[i, :length].to(torch.int64) for i, length in enumerate(lengths)]",
+        "return [table[i, :length].to(torch.int64).index_fill(0, torch.tensor([length // 2]), "
+        "int(table[i, 0])) for i, length in enumerate(lengths)]",
+    ),
 }
 
 
@@ -151,6 +212,9 @@ SABOTAGE = {
         "sign flipped",
         pytest.param("off by one position", marks=pytest.mark.slow),
         pytest.param("rope scaling dropped", marks=pytest.mark.slow),
+        pytest.param("kept rows write where others do", marks=pytest.mark.slow),
+        pytest.param("attention one position short", marks=pytest.mark.slow),
+        pytest.param("attention misses a key", marks=pytest.mark.slow),
     ],
 )
 def test_a_sabotaged_build_is_refused(model_folder: Path, tmp_path: Path, name: str) -> None:
@@ -167,4 +231,6 @@ def test_a_sabotaged_build_is_refused(model_folder: Path, tmp_path: Path, name: 
 
     assert done.returncode == 1, done.stderr[-2000:]
     assert done.stdout.rstrip().endswith("this model must not be blended")
-    assert "off by" in done.stdout.splitlines()[-1]
+    wrong_keys = file in ("kernels/delta_rope.py", "rope.py")
+    sentence = "off by" if wrong_keys else "nats from full prefill"
+    assert sentence in done.stdout.splitlines()[-1]

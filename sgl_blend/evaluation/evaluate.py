@@ -12,7 +12,7 @@ from sgl_blend.evaluation.items import Item
 from sgl_blend.evaluation.prompts import Prompt, Templates, load_encoder, make_prompt
 from sgl_blend.evaluation.report import Report, make_report
 from sgl_blend.evaluation.runner import OWN_ARGS, Answer, BlendEngine, blend_settings
-from sgl_blend.evaluation.scores import FULL, Score, Way, make_row, score_answer
+from sgl_blend.evaluation.scores import FULL, Row, Score, Way, make_row, score_answer
 from sgl_blend.policies import POLICIES
 
 NUM_TOP = 1000
@@ -108,6 +108,43 @@ def evaluate(settings: Settings, items: Sequence[Item], watch: Watch | None = No
     Raises:
         BlendError: The settings are wrong, the model cannot be read, or the engine does not start.
     """
+    return make_report(settings.model_path, ask_items(settings, items, watch).rows())
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How every item was answered in every way, full prefill first.
+
+    Attributes:
+        items: What was asked.
+        by_way: Of each way one score per item, in the order of items.
+        num_layers: Layers of the model.
+        seed: Of the bootstrap.
+    """
+
+    items: Sequence[Item]
+    by_way: Mapping[Way, Sequence[Score]]
+    num_layers: int
+    seed: int
+
+    def rows(self, part: slice = slice(None)) -> list[Row]:
+        """Return one row per way over a part of the items."""
+        full = self.by_way[FULL][part]
+        return [
+            make_row(
+                way,
+                self.items[part],
+                scores[part],
+                full,
+                num_layers=self.num_layers,
+                seed=self.seed,
+            )
+            for way, scores in self.by_way.items()
+        ]
+
+
+def ask_items(settings: Settings, items: Sequence[Item], watch: Watch | None = None) -> Scores:
+    """Do what evaluate does, and return the scores item by item."""
     settings.check()
     shape = read_shape(settings)
     encode = load_encoder(
@@ -117,18 +154,7 @@ def evaluate(settings: Settings, items: Sequence[Item], watch: Watch | None = No
     prompts = [make_prompt(item, settings.templates, encode) for item in items]
     run = _Run(settings, items, prompts, shape, watch or _ignore)
     run.ask_all()
-    rows = [
-        make_row(
-            way,
-            items,
-            scores,
-            run.scores[FULL],
-            num_layers=shape.num_layers,
-            seed=settings.seed,
-        )
-        for way, scores in run.scores.items()
-    ]
-    return make_report(settings.model_path, rows)
+    return Scores(items, run.scores, shape.num_layers, settings.seed)
 
 
 class _Run:

@@ -1,0 +1,104 @@
+"""The order and the budget of background builds: no engine is needed for either."""
+
+from array import array
+
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.build_budget import BuildBudget
+from sgl_blend.scheduler.build_queue import BuildQueue
+
+
+def key(salt: str, number: int, length: int = 10, prefix: int = 2) -> ChunkKey:
+    return ChunkKey(salt, None, bytes(8 * prefix), array("q", [number] * length).tobytes())
+
+
+# --- budget ---
+
+
+def steps_in(seconds: float, step_s: float, *, busy: bool = True) -> list[float]:
+    """Return when steps ran that take step_s each, among rounds of 10 ms."""
+    budget = BuildBudget()
+    ran, now = [], 0.0
+    while now < seconds:
+        budget.elapse(now, busy=busy)
+        if budget.affords_step():
+            budget.charge()
+            ran.append(now)
+            now += step_s
+            budget.learn(step_s)
+        now += 0.01
+    return ran
+
+
+def test_builds_take_a_fortieth_of_the_time_in_which_requests_are_served() -> None:
+    for step_s in (0.002, 0.02, 0.2):
+        ran = steps_in(200.0, step_s)
+        assert 0.9 * 0.025 * 200 <= len(ran) * step_s <= 1.1 * 0.025 * 200, step_s
+
+
+def test_at_most_one_step_is_saved_up() -> None:
+    budget = BuildBudget()
+    budget.learn(0.02)
+    budget.elapse(0.0, busy=True)
+    budget.elapse(1000.0, busy=True)
+    assert budget.affords_step()
+    budget.charge()
+    assert not budget.affords_step()
+
+
+def test_idle_time_earns_nothing() -> None:
+    assert steps_in(100.0, 0.02, busy=False) == []
+
+
+def test_time_without_pending_builds_earns_nothing() -> None:
+    budget = BuildBudget()
+    budget.elapse(0.0, busy=True)
+    budget.stop_clock()
+    budget.elapse(1000.0, busy=True)
+    assert not budget.affords_step()
+
+
+# --- queue ---
+
+
+def test_tenants_take_turns_by_steps() -> None:
+    queue = BuildQueue(100, 10**6)
+    queue.add([key("a", i) for i in range(3)], 1.0)
+    queue.add([key("b", 9)], 2.0)
+    order = []
+    for _ in range(4):
+        first = queue.first()
+        assert first is not None
+        queue.spend(first)
+        order.append(first.salt)
+    assert order == ["a", "b", "a", "b"]
+
+
+def test_a_key_keeps_its_place_until_it_is_removed() -> None:
+    queue = BuildQueue(100, 10**6)
+    queue.add([key("a", 0), key("a", 1)], 1.0)
+    assert [queue.spend(key("a", 0)) for _ in range(3)] == [1, 2, 3]
+    assert queue.first() == key("a", 0)
+    queue.add([key("a", 0)], 5.0)
+    assert queue.since_s(key("a", 0)) == 1.0
+    queue.remove(key("a", 0))
+    assert queue.first() == key("a", 1)
+
+
+def test_the_line_with_the_most_bytes_loses_its_oldest() -> None:
+    bytes_each = 8 * (10 + 2)
+    queue = BuildQueue(100, 4 * bytes_each)
+    queue.add([key("flood", i) for i in range(3)], 1.0)
+    queue.add([key("quiet", 7)], 1.0)
+    queue.add([key("flood", 3), key("flood", 4)], 2.0)
+    assert queue.num_bytes == 4 * bytes_each
+    assert queue.num_forgotten == 2
+    assert key("quiet", 7) in queue
+    assert [i for i in range(5) if key("flood", i) in queue] == [2, 3, 4]
+
+
+def test_keys_are_bounded_too() -> None:
+    queue = BuildQueue(3, 10**6)
+    queue.add([key("a", i) for i in range(5)], 1.0)
+    assert (len(queue), queue.num_forgotten) == (3, 2)
+    queue.clear()
+    assert (len(queue), queue.num_bytes, queue.first()) == (0, 0, None)
