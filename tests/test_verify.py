@@ -179,9 +179,14 @@ def test_server_info_says_by_what_quality_was_judged(
     bare = start_engine(blend_check_layer=2).call(_describe)
     assert bare["quality"] == NOT_JUDGED
     quality = Quality(judged=True, data="mine.jsonl", digest="ab", prompts=131)
-    facts = {"settings": {"blend_recompute_ratio": 0.3}, "measured": {}, "quality": quality}
     path = tmp_path / "p.json"
-    Profile(format=FORMAT, architecture=bare["architecture"], **facts).save(path)
+    Profile(
+        format=FORMAT,
+        architecture=bare["architecture"],
+        settings={"blend_recompute_ratio": 0.3},
+        measured={},
+        quality=quality,
+    ).save(path)
 
     served = start_engine(blend_check_layer=2, blend_profile=str(path)).call(_describe)
 
