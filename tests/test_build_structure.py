@@ -97,7 +97,7 @@ def _watched_forwards(driver: Driver) -> Iterator[list[Forward]]:
         yield seen
 
 
-def _serve(driver: Driver, *rounds: list[Prompt]) -> tuple[list[Forward], int | None]:
+def _serve(driver: Driver, *rounds: list[Prompt]) -> tuple[list[Forward], int]:
     """Serve rounds of requests on an empty cache; return the forwards, and how long steps are."""
     driver.settle()
     driver.flush()
@@ -110,7 +110,7 @@ def _serve(driver: Driver, *rounds: list[Prompt]) -> tuple[list[Forward], int | 
 
 def _serve_beside_a_decode(
     driver: Driver, decoding: Prompt, prompts: list[Prompt]
-) -> tuple[list[Forward], int | None]:
+) -> tuple[list[Forward], int]:
     """Serve requests on an empty cache while another decodes."""
     driver.settle()
     driver.flush()
@@ -145,7 +145,7 @@ def expected_steps(
 
 
 def assert_builds_are(
-    served: tuple[list[Forward], int | None],
+    served: tuple[list[Forward], int],
     chunks: list[tuple[list[int], list[int]]],
     page_size: int = 1,
 ) -> list[Forward]:
