@@ -190,6 +190,7 @@ def main() -> int:
             found = report(tally, blend.info(), retractions(blend), seconds, operations)
         except httpx.HTTPError as err:
             print((logs / "soak-blend.log").read_text()[-3000:])
+            print("\n".join(tally.violations[:20]))
             print(f"the server is gone after {time.monotonic() - start:.0f} s: {err!r}")
             return 1
         command = blend.command

@@ -17,8 +17,8 @@ import httpx
 from soak_traffic import TENANTS, Tally, Traffic
 
 MEAN_PAUSE_S = 6.0
-LEAVING_S = 3.0
-"""SGLang aborts a request about 2 s after its client hung up."""
+LEAVING_S = 1.0
+"""A server may learn late that a client hung up; then it is told to abort what is left."""
 WATCH_S = 0.4
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 DISK = "/update_weights_from_disk"
@@ -107,8 +107,7 @@ class Operator:
 
     async def _operate(self, kind: str, gate: Gate) -> None:
         async with gate.closed():
-            await self._traffic.until_left()
-            await asyncio.sleep(max(0.0, self._traffic.left_at_s + LEAVING_S - time.monotonic()))
+            await self._empty_server()
             await self._traffic.ask(self._cold())
             await asyncio.sleep(self._draw.choice((0.0, 0.0, 0.03, 0.12, 0.3)))
             beside = (await self._info())["chunks_pending"] > 0
@@ -116,6 +115,17 @@ class Operator:
             await self._stopped[kind]()
             for ratio in (None, 1.0):
                 await self._traffic.check_answer(self._draw, ratio)
+
+    async def _empty_server(self) -> None:
+        """Wait until no client's request is left, those of clients that hung up included."""
+        await self._traffic.until_left()
+        await asyncio.sleep(LEAVING_S)
+        await self._call("/abort_request", {"abort_all": True})
+        # An aborted request ends with the next decode step, of which this one takes several.
+        text = self._draw.choice(("a", "b", "c"))
+        await self._traffic.ask(
+            self._traffic.body(self._draw, text, max_new_tokens=8, ignore_eos=True)
+        )
 
     def _cold(self) -> dict[str, Any]:
         """Return a request whose chunks nobody has asked for."""

@@ -81,7 +81,6 @@ class Traffic:
         self._documents = [f"<doc> {chunk}" for item in items for chunk in _texts(item["chunks"])]
         self._questions = [f"<ask> {item['question']}" for item in items]
         self._active = 0
-        self.left_at_s = 0.0  # when a client last hung up
         self._actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
             "blended": self.blended,
             "streamed": self.streamed,
@@ -223,7 +222,6 @@ class Traffic:
                     pass
         except TimeoutError:
             self._tally.counts["hung up"] += 1
-            self.left_at_s = time.monotonic()
 
     async def tiny(self, draw: random.Random) -> None:
         """One token, or chunks too short to be reused."""
