@@ -27,7 +27,7 @@ from sparse_path import (
 )
 from tiny_models import NUM_LAYERS
 
-from sgl_blend.policies import POLICIES, Score, recompute_budget
+from sgl_blend.policies import NAMED, POLICIES, Score, recompute_budget
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -144,7 +144,7 @@ def rows_to_recompute(policy: str, ratio: float) -> list[int]:
     return [positions[row] for row in chosen.tolist()]
 
 
-@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"all"}))
+@pytest.mark.parametrize("policy", sorted(set(NAMED) - {"all"}))
 @pytest.mark.parametrize("check_layer", [1, 2])
 def test_l1_every_policy_recomputes_what_is_stored_wrong(
     start_engine: StartEngine, policy: str, check_layer: int
@@ -171,7 +171,7 @@ def test_scores_that_are_no_numbers_push_no_other_row_out(
     assert_drops_and_is_full_prefill(got)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("policy", sorted(NAMED))
 @pytest.mark.parametrize("check_layer", [1, 2])
 def test_l1_every_policy_may_keep_all_rows(
     start_engine: StartEngine, policy: str, check_layer: int
