@@ -17,7 +17,7 @@ from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState, state_of
-from sgl_blend.sglang_forward import join_outputs, take_requests
+from sgl_blend.sglang_forward import has_embeddings, join_outputs, take_requests
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class BlendRuntime:
 
     def _forward_group(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
         windows = self._windows(batch)
-        if not any(windows):
+        if not any(windows) or has_embeddings(batch):
             return orig(runner, batch, *args[0], **args[1])
         return self._fusor.run(batch, windows)
 

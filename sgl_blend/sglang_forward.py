@@ -64,6 +64,11 @@ def copy_batch(forward_batch: Any) -> Any:
     return batch
 
 
+def has_embeddings(batch: Any) -> bool:
+    """Tell whether some request of a batch brings embeddings, which a run layer by layer ignores."""
+    return batch.input_embeds is not None or batch.replace_embeds is not None
+
+
 def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> None:
     """Keep only some token rows of a batch, in place.
 

@@ -223,6 +223,13 @@ def test_by_the_packages_prompts_nothing_weaker_than_the_default_is_chosen() -> 
     assert judge(plan("mine.jsonl"), rows, rows, rows).chosen is rows[3]
 
 
+def test_a_refusal_by_the_packages_prompts_says_so() -> None:
+    rows = [full_row(), row(2.0, 0.2, policy="none", ratio=0.0), row(1.0, 0.5)]
+    refusals = [judge(plan(data), rows, rows, rows).refusal for data in (PACKAGE, "mine.jsonl")]
+    assert [text is not None and "package's prompts" in text for text in refusals] == [True, False]
+    assert all(text is not None and text.endswith("must not be blended") for text in refusals)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -1,4 +1,4 @@
-"""The gate over HTTP: what ends SGLang, documents that bring separators, echoes, merged parameters."""
+"""The gate over HTTP: what ends SGLang, documents that bring separators, echoes."""
 
 import json
 import sys
@@ -16,8 +16,6 @@ import sgl_blend
 pytestmark = pytest.mark.engine
 
 SEP_ID = 3
-PREFERRED_RATIO = 0.4
-PREFERRED = {"custom_params": {"sgl_blend_ratio": PREFERRED_RATIO}}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_text_model("llama", folder)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = ["--enable-blend", "--blend-when", "always"]
-    flags += ["--preferred-sampling-params", json.dumps(PREFERRED)]
     running = start_server([*command, *flags], folder / "log", Path(__file__).parents[1])
     answer(running)  # from here on its beginning is cached, so every answer has the same bits
     yield running
@@ -189,9 +186,3 @@ def test_streamed_completions_echo_the_prompt_without_separators(server: Server)
     parts = [json.loads(line)["choices"] for line in lines if line != "[DONE]"]
     text = "".join(choices[0]["text"] for choices in parts if choices)
     assert text.startswith(rag_text(0, 1).replace(SEP, ""))
-
-
-def test_what_the_operator_prefers_is_used(server: Server) -> None:
-    body = {"text": rag_text(2, 0, 1), "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
-    _, said = server.request("/generate", body)
-    assert said["meta_info"]["sgl_blend"][0]["ratio"] == PREFERRED_RATIO

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import model_folder
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver
 from programs import run_program
 from tiny_models import make_text_model
 
@@ -19,9 +20,9 @@ from sgl_blend.evaluation.bundled import bundled_digest, bundled_items
 from sgl_blend.evaluation.judge import Bounds, Judgement
 from sgl_blend.evaluation.prompts import Templates
 from sgl_blend.evaluation.verify import Exactness, Plan, Verdict
-from sgl_blend.profile import Quality, load_profile
+from sgl_blend.profile import FORMAT, NOT_JUDGED, Profile, Quality, load_profile
 
-__all__ = ["model_folder"]  # fixture
+__all__ = ["model_folder", "start_engine"]  # fixtures
 
 ROOT = Path(__file__).parents[1]
 
@@ -164,6 +165,33 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
     config = BlendConfig(enable_blend=True, blend_profile=str(profile)).with_profile()
     default = BlendConfig(enable_blend=True, blend_profile=str(profile))
     assert config == default
+
+
+def _describe(driver: Driver) -> dict[str, Any]:
+    described: dict[str, Any] = driver.scheduler.sgl_blend.describe()
+    return described
+
+
+@pytest.mark.engine
+def test_server_info_says_by_what_quality_was_judged(
+    start_engine: StartEngine, tmp_path: Path
+) -> None:
+    bare = start_engine(blend_check_layer=2).call(_describe)
+    assert bare["quality"] == NOT_JUDGED
+    quality = Quality(judged=True, data="mine.jsonl", digest="ab", prompts=131)
+    path = tmp_path / "p.json"
+    Profile(
+        format=FORMAT,
+        architecture=bare["architecture"],
+        settings={"blend_recompute_ratio": 0.3},
+        measured={},
+        quality=quality,
+    ).save(path)
+
+    served = start_engine(blend_check_layer=2, blend_profile=str(path)).call(_describe)
+
+    assert served["blend_recompute_ratio"] == 0.3
+    assert served["quality"] == "judged by mine.jsonl (131 prompts)"
 
 
 SABOTAGE = {

@@ -274,7 +274,12 @@ def judge(
         and row.layer_rows_share is not None
         and (plan.is_own_data or is_no_weaker(row, default))
     ]
-    return choose([first[n] for n in eligible], [second[n] for n in eligible], plan.bounds)
+    judgement = choose([first[n] for n in eligible], [second[n] for n in eligible], plan.bounds)
+    if judgement.refusal is None or plan.is_own_data:
+        return judgement
+    return Judgement(
+        refusal=f"on the package's prompts (--data takes your own) {judgement.refusal}"
+    )
 
 
 def measure_exactness(plan: Plan, settings: Settings, items: Sequence[Item]) -> Exactness:
