@@ -180,7 +180,7 @@ def find_model(args: argparse.Namespace) -> tuple[Path, list[str]]:
     if args.shape is None:
         return prepare(ROOT / "build" / "demo", Recipe(), print).model, []
     model = write_shape(args.shape, ROOT / "build" / "shapes")
-    return model, ["--load-format", "dummy", "--skip-tokenizer-init", "--stream-output"]
+    return model, ["--load-format", "dummy", "--skip-tokenizer-init"]
 
 
 def run(args: argparse.Namespace) -> tuple[dict[str, list[Block]], str]:

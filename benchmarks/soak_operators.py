@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 from soak_traffic import TENANTS, Tally, Traffic
 
-MEAN_PAUSE_S = 6.0
+MEAN_PAUSE_S = 8.0
 LEAVING_S = 1.0
 """A server may learn late that a client hung up; then it is told to abort what is left."""
 WATCH_S = 0.4
