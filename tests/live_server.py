@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -181,6 +182,38 @@ class LiveServer:
         assert [token for _, token in got] == [token for _, token in want], what
         errors = [abs(g[0] - w[0]) for g, w in zip(got, want, strict=True)]
         assert max(errors) < MAX_LOGPROB_ERROR, f"{what}: log-probabilities differ by {errors}"
+
+
+class Decoding:
+    """A request that decodes in a thread of its own until the block ends."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._server = server
+        self._times: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read)
+
+    def _read(self) -> None:
+        for at_s in self._server.stream([1, *new_tokens(QUESTION_TOKENS)], max_new_tokens=4000):
+            self._times.append(at_s)
+            if self._stop.is_set():
+                return
+
+    def __enter__(self) -> "Decoding":
+        self._thread.start()
+        while not self._times:
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def largest_gap_s(self, since_s: float) -> float:
+        """Return the longest time without a token behind a moment, in seconds."""
+        times = [at_s for at_s in self._times if at_s >= since_s]
+        assert len(times) > 1, "it decoded nothing"
+        return max(b - a for a, b in itertools.pairwise([since_s, *times]))
 
 
 class Servers:
