@@ -218,7 +218,7 @@ def _builds_under_load(driver: Driver) -> int:
     driver.ask(rag(5, 6))
     rounds = 0
     waiting: list[Any] = []
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while driver.runtime.builder.num_pending and time.monotonic() < deadline:
         while len(driver.scheduler.waiting_queue) < 3:
             waiting.append(driver.submit(Prompt([random_tokens(1000 + rounds, 90)], salt="load")))
