@@ -4,6 +4,7 @@ Every test ends in Driver.settle: SGLang's own strict memory check runs at idle 
 """
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,12 @@ def order(driver: Driver, name: str, **fields: Any) -> Any:
 
     driver._drain()
     driver.scheduler.process_input_requests([getattr(io_struct, name)(**fields)])
-    answers = []
-    for sink in driver._sinks:
-        while sink.poll(20):
-            answers.append(io_struct.sock_recv(sink))
+    answers: list[Any] = []
+    deadline = time.monotonic() + 1.0
+    while not answers and time.monotonic() < deadline:  # some orders have none
+        for sink in driver._sinks:
+            while sink.poll(20):
+                answers.append(io_struct.sock_recv(sink))
     return answers[-1] if answers else None
 
 
