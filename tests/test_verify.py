@@ -153,15 +153,15 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
     model = make_text_model("llama-llama3", model_folder)
     profile = tmp_path / "profile.json"
 
-    done = run_verify(model, ROOT, "--limit", "64", "--profile", str(profile))
+    done = run_verify(model, ROOT, "--limit", "3", "--profile", str(profile))
 
     assert done.returncode == 3, done.stdout + done.stderr[-2000:]
     last = done.stdout.splitlines()[-1]
-    assert "not judged: 64 prompts are too few" in last
+    assert "not judged: 3 prompts are too few" in last
     assert "give at least 131 with --data" in last
     saved = load_profile(str(profile))
     assert (saved.quality.judged, saved.quality.data) == (False, "package")
-    assert (saved.quality.prompts, saved.quality.digest) == (64, bundled_digest())
+    assert (saved.quality.prompts, saved.quality.digest) == (3, bundled_digest())
     config = BlendConfig(enable_blend=True, blend_profile=str(profile)).with_profile()
     default = BlendConfig(enable_blend=True, blend_profile=str(profile))
     assert config == default
