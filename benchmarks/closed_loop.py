@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from material import Recipe, prepare  # noqa: E402
 
 from sgl_blend.bench.prompts import Library, Prompt, to_body  # noqa: E402
-from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
+from sgl_blend.bench.server import KEEP_MEMORY, Server, launched  # noqa: E402
 from sgl_blend.bench.shapes import read_shape, write_shape  # noqa: E402
 from sgl_blend.evaluation.report import describe_machine  # noqa: E402
 
@@ -200,12 +200,15 @@ def run(args: argparse.Namespace) -> tuple[dict[str, list[Block]], str]:
     extra = {"stock": flags, "null": flags, "blend": [*flags, "--enable-blend"]}
     blocks: dict[str, list[Block]] = {name: [] for name in NAMES}
     with ExitStack() as stack:
-        servers = {
+        launches = {
             name: stack.enter_context(
-                running(model, extra[name], args.json.parent / f"closed-loop-{name}.log", **KEEP)
+                launched(
+                    model, extra[name], args.json.parent / f"closed-loop-{name}.log", KEEP_MEMORY
+                )
             )
             for name in NAMES
         }
+        servers = {name: launch.wait() for name, launch in launches.items()}
         for number in range(args.blocks + 1):
             prompts = [
                 library.prompt(library.order(CHUNKS, draw.randrange(len(library))), QUESTION_TOKENS)
@@ -224,9 +227,6 @@ def run(args: argparse.Namespace) -> tuple[dict[str, list[Block]], str]:
                     flush=True,
                 )
         return blocks, servers["blend"].command
-
-
-KEEP: dict[str, Any] = {"environment": KEEP_MEMORY}
 
 
 def main() -> int:
