@@ -104,7 +104,8 @@ def wait_until_idle(server: Server, tally: Tally) -> None:
 
 async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> list[str]:
     """Run all clients and the operator for a while; return what the operator's doings are called."""
-    limits = httpx.Limits(max_connections=64)
+    # Uvicorn closes what was idle for 5 s, and httpx would use it until then: a race.
+    limits = httpx.Limits(max_connections=64, keepalive_expiry=2.0)
     async with (
         httpx.AsyncClient(
             base_url=blend.url, timeout=180.0, trust_env=False, limits=limits
