@@ -135,6 +135,8 @@ def _wander(driver: Driver, rank: int) -> list[dict[str, Any]]:
                 salt=f"t{turn % 2}",
             )
             reports += [answer.report for answer in driver.ask(prompt)]
+            if turn % 2:
+                time.sleep(0.06)  # longer than builds leave the machine alone after a request
             for _ in range(8):  # some rounds of background work, not to its end
                 driver.step()
     finally:
