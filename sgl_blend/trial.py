@@ -52,7 +52,7 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
         with sglang.prefill_batch(scheduler, slots) as batch:
             try:
                 finite = _gives_finite_logits(fusor, batch, _plan(path, config))
-            except Exception as err:
+            except Exception as err:  # what a foreign model raises is not known; nothing is swallowed
                 raise UnsupportedError(
                     f"enable_blend: models of class {model} cannot be blended: a trial with "
                     f"made-up tokens failed with {type(err).__name__}: {err}"
