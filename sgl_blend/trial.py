@@ -52,7 +52,8 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
         with sglang.prefill_batch(scheduler, slots) as batch:
             try:
                 finite = _gives_finite_logits(fusor, batch, _plan(path, config))
-            except Exception as err:  # what a foreign model raises is not known; nothing is swallowed
+            # What a foreign model raises is not known; nothing of it is swallowed.
+            except Exception as err:
                 raise UnsupportedError(
                     f"enable_blend: models of class {model} cannot be blended: a trial with "
                     f"made-up tokens failed with {type(err).__name__}: {err}"
