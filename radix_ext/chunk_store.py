@@ -14,7 +14,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.request import Span
@@ -58,8 +60,10 @@ class ChunkKey:
         return ChunkKey(self.salt, self.extra_key, self.prefix, b"")
 
 
-class ChunkHit(NamedTuple):
+class ChunkHit(msgspec.Struct, eq=False, gc=False):
     """Stored KV of a chunk, or of its first tokens.
+
+    Like a TreeMatch it is part of no cycle, and garbage collection need not know of it.
 
     Attributes:
         key: Identity of the chunk.
@@ -67,6 +71,7 @@ class ChunkHit(NamedTuple):
         match: The stored path: build prefix, then as much of the chunk as there is.
         prefix_length: Tokens of the path that belong to the build prefix.
         num_tokens: Tokens of the chunk that are stored.
+        complete: Whether that is as much as the tree's pages allow.
     """
 
     key: ChunkKey
@@ -74,6 +79,7 @@ class ChunkHit(NamedTuple):
     match: sglang.TreeMatch
     prefix_length: int
     num_tokens: int
+    complete: bool
 
 
 class ChunkStore:
@@ -102,7 +108,7 @@ class ChunkStore:
         salt, extra_key, prefix = keys[0].salt, keys[0].extra_key, keys[0].prefix
         branch = find_branch(
             self._tree,
-            array("q", prefix),
+            prefix,
             page_size=self._page_size,
             salt=salt,
             extra_key=extra_key,
@@ -110,11 +116,13 @@ class ChunkStore:
         hits: list[ChunkHit | None] = [None] * len(keys)
         if branch is None:
             return hits
-        find, prefix_length = branch.find, keys[0].prefix_length
-        for index, key in enumerate(keys):
-            found = find(array("q", prefix + key.tokens))
-            if found is not None and (stored := len(found) - prefix_length) > 0:
-                hits[index] = ChunkHit(key, spans[index], found, prefix_length, stored)
+        prefix_length, page_size = keys[0].prefix_length, self._page_size
+        matches = branch.find_all([key.tokens for key in keys])
+        for index, (key, span, found) in enumerate(zip(keys, spans, matches, strict=True)):
+            if found is not None and (stored := found.stop - prefix_length) > 0:
+                missing = prefix_length + span.stop - span.start - found.stop
+                complete = missing < page_size
+                hits[index] = ChunkHit(key, span, found, prefix_length, stored, complete)
         return hits
 
     def touch(self, key: ChunkKey) -> None:
@@ -144,11 +152,6 @@ class ChunkStore:
     ) -> sglang.TreeMatch:
         """Return the longest stored prefix of tokens[:limit] in any namespace."""
         return sglang.match(self._tree, tokens, salt=salt, extra_key=extra_key, limit=limit)
-
-    def holds_all(self, hit: ChunkHit) -> bool:
-        """Tell whether a hit is as long as the tree's pages allow."""
-        wanted = hit.prefix_length + hit.span.stop - hit.span.start
-        return hit.prefix_length + hit.num_tokens >= wanted // self._page_size * self._page_size
 
     def is_complete(self, key: ChunkKey) -> bool:
         """Tell whether as much of a chunk is stored as the tree's pages can hold; it counts as used."""

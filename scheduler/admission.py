@@ -243,13 +243,12 @@ def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | Non
         computed_from = min(computed_from, req.logprob_start_len)
     spans = []
     for hit in lookup.hits:
-        start = hit.span.start
-        found = hit.match
-        span = ReusedSpan(
-            start, start + hit.num_tokens, hit.prefix_length, found.slots, found.start
-        )
-        clipped = span.clip(behind, computed_from)
-        if clipped is not None:
+        start, found = hit.span.start, hit.match
+        stop = start + hit.num_tokens
+        span = ReusedSpan(start, stop, hit.prefix_length, found.slots, found.start)
+        if start >= behind and stop <= computed_from:
+            spans.append(span)
+        elif (clipped := span.clip(behind, computed_from)) is not None:
             spans.append(clipped)
     if exact is None and not spans:
         return None

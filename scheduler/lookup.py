@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from sgl_blend import sglang_adapter as sglang
@@ -101,13 +102,13 @@ class Lookups:
     def _find_chunks(
         self, state: RequestState, prefix: int, found: list[ChunkHit | None] | None
     ) -> list[ChunkHit | None]:
-        keys, spans, holds_all = state.keys, state.spans, self._store.holds_all
+        keys, spans = state.keys, state.spans
         if found is None:
             found = [None] * len(keys)
         wanted = [
             index
             for index, (span, hit) in enumerate(zip(spans, found, strict=True))
-            if span.stop > prefix and (hit is None or not holds_all(hit))
+            if span.stop > prefix and (hit is None or not hit.complete)
         ]
         new = self._store.find_all([keys[i] for i in wanted], [spans[i] for i in wanted])
         for index, hit in zip(wanted, new, strict=True):
@@ -117,7 +118,6 @@ class Lookups:
     def _put_together(
         self, req: Any, state: RequestState, prefix: int, found: list[ChunkHit | None]
     ) -> Lookup:
-        holds_all = self._store.holds_all
         hits = [
             hit
             for hit in found
@@ -130,7 +130,7 @@ class Lookups:
         missing = tuple(
             key
             for key, span, hit in zip(state.keys, state.spans, found, strict=True)
-            if span.stop > covered and (hit is None or not holds_all(hit))
+            if span.stop > covered and (hit is None or not hit.complete)
         )
         return Lookup(tuple(hits), missing, exact)
 
@@ -180,4 +180,5 @@ def _from_the_beginning(hit: ChunkHit, head: sglang.TreeMatch) -> ChunkHit:
     if hit.match.start == 0:
         return hit
     slots = torch.cat([head.slots[: hit.match.start], hit.match.slots])
-    return hit._replace(match=sglang.TreeMatch(slots, hit.match.node))
+    match = sglang.TreeMatch(slots, hit.match.node, hit.match.stop)
+    return msgspec.structs.replace(hit, match=match)

@@ -13,6 +13,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from sgl_blend.errors import UnsupportedError
@@ -116,24 +117,26 @@ def check_version(*, allow_untested: bool) -> Features:
 # --- radix tree ---------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, eq=False)
-class TreeMatch:
+class TreeMatch(msgspec.Struct, eq=False, gc=False):
     """A stored path: its KV slots and the node it ends at.
 
-    Not frozen: thousands are made for a prompt, and a frozen one takes three times as long.
+    Thousands are made for a prompt. Python's garbage collector need not know of them: they are
+    part of no cycle.
 
     Attributes:
-        slots: int64 [length - start], device slots of the longest stored prefix of the key.
+        slots: int64 [stop - start], device slots of the longest stored prefix of the key.
         node: The tree's handle of the last node, to be locked while the slots are read.
+        stop: Tokens of the path that are stored.
         start: Tokens at the beginning of the path whose slots are left out.
     """
 
     slots: torch.Tensor
     node: Any
+    stop: int
     start: int = 0
 
     def __len__(self) -> int:
-        return self.start + self.slots.numel()
+        return self.stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +160,9 @@ def match(
     result = tree.match_prefix(_match_types()[1](key=key))
     node = result.last_device_node
     if features().match_has_slots:
-        return TreeMatch(result.device_indices, node)
-    return TreeMatch(tree.path_device_indices(node)[: result.device_prefix_len], node)
+        return TreeMatch(result.device_indices, node, result.device_indices.numel())
+    stop = result.device_prefix_len
+    return TreeMatch(tree.path_device_indices(node)[:stop], node, stop)
 
 
 def tree_key(
