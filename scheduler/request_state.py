@@ -158,6 +158,19 @@ class RequestState:
         report["recomputed_tokens"] += recomputed
         report["computed_tokens"] += max(0, stop - start) - head - reused - recomputed
 
+    def count_whole(self, window: Window, *, layers: LayerSplit) -> None:
+        """Count a step that was to do what a window says, and computed everything instead."""
+        report = self.report
+        head = window.head_stop - window.start
+        report["prefix_tokens"] -= head
+        report["reused_tokens"] -= window.num_dropped
+        report["recomputed_tokens"] -= window.num_recomputed
+        report["computed_tokens"] += head + window.num_candidates
+        report["layer_rows"] += (window.stop - window.start) * layers.total
+        report["layer_rows"] -= window.layer_rows(layers)
+        if window.spans and report["reused_tokens"] == 0 and report["recomputed_tokens"] == 0:
+            report["fallback"] = str(FallbackReason.BESIDE_EMBEDDINGS)
+
 
 def state_of(req: Any) -> RequestState | None:
     """Return the state of a request, or None for requests the plugin does not look at."""

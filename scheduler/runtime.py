@@ -136,7 +136,12 @@ class BlendRuntime:
 
     def _forward_group(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
         windows = self._windows(batch)
-        if not any(windows) or has_embeddings(batch):
+        if any(windows) and has_embeddings(batch):
+            for rid, window in zip(batch.rids, windows, strict=True):
+                if window is not None:
+                    self._planned[rid].count_whole(window, layers=self._fusor.layers)
+            windows = []
+        if not any(windows):
             return orig(runner, batch, *args[0], **args[1])
         return self._fusor.run(batch, windows)
 

@@ -16,6 +16,7 @@ class FallbackReason(StrEnum):
     BUILD_NOT_ADMITTED = "a missing chunk could not be built"
     MALFORMED = "malformed blend parameters"
     MULTIMODAL = "prompts with embeddings or images are not blended"
+    BESIDE_EMBEDDINGS = "computed in full in one batch with embeddings"
     BEAM_SEARCH = "beam search is not blended"
     ABORTED = "aborted before it was served"
     CANARY = "the canary switched blending off"

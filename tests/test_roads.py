@@ -4,6 +4,7 @@ import tracemalloc
 from typing import Any
 
 import pytest
+import torch
 from engines import StartEngine, model_folder, start_engine
 from harness import (
     Answer,
@@ -13,6 +14,7 @@ from harness import (
     rag_prompt,
     random_tokens,
 )
+from tiny_models import NUM_LAYERS
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -126,6 +128,44 @@ def test_l1_holds_in_chunked_prefill_with_pages(start_engine: StartEngine, page_
     prompt = rag(5, 2, 4, 0, params={"sgl_blend_ratio": 1.0}, max_new_tokens=4)
     answer, full = engine.call(_warm_and_ask, prompt)
     assert answer.report["recomputed_tokens"] > 0
+    assert_same(answer, full)
+
+
+# --- embeddings ---
+
+
+def _ask_beside_embeddings(driver: Driver, prompt: Prompt) -> Answer:
+    """Ask for it in one batch with a request that brings an embedding of its own."""
+    from sglang.srt.managers.embed_types import PositionalEmbeds
+
+    other = driver.receive(Prompt([random_tokens(6, 30)]))
+    hidden_size = driver.scheduler.tp_worker.model_runner.model_config.hidden_size
+    other.positional_embed_overrides = PositionalEmbeds(torch.ones(1, hidden_size), [3])
+    reqs = [driver.hand_over(other), driver.submit(prompt)]
+    before = driver.num_batches
+    driver.run_until(lambda: all(req.finished() for req in reqs))
+    assert driver.num_batches == before + 1, "they did not share a batch"
+    return driver.answer(reqs[1])
+
+
+def test_what_is_computed_beside_embeddings_is_reported_as_computed(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine()
+    prompt = rag(4, 1, 3, params={"sgl_blend_ratio": 0.15})
+    _, full = engine.call(_warm_and_ask, prompt)
+    engine.flush()
+    engine.ask(rag(*range(6)))
+    engine.settle()
+
+    answer = engine.call(_ask_beside_embeddings, prompt)
+
+    engine.settle()
+    report = answer.report
+    assert report["fallback"] == "computed in full in one batch with embeddings"
+    assert report["reused_tokens"] == report["recomputed_tokens"] == 0
+    assert report["prefix_tokens"] + report["computed_tokens"] == len(prompt.tokens)
+    assert report["layer_rows"] == report["computed_tokens"] * NUM_LAYERS
     assert_same(answer, full)
 
 
