@@ -123,6 +123,7 @@ def test_prompts_that_refuse_plain_reuse_by_either_bound_can_tell() -> None:
     assert cannot_tell(row(0.3, 0.96, kl_ci95=(0.11, 0.6)), BOUNDS) is None
     assert cannot_tell(row(0.05, 0.9, kl_ci95=(0.01, 0.09)), BOUNDS) is None
     assert cannot_tell(row(0.05, 0.9, kl_ci95=(0.01, 0.09), n=20), BOUNDS) is not None
+    assert cannot_tell(row(0.2, 0.97, kl_ci95=(0.09, 0.5)), BOUNDS) is not None
 
 
 def test_where_prompts_cannot_tell_nothing_is_chosen() -> None:
@@ -145,6 +146,12 @@ def test_a_setting_that_only_the_first_prompts_like_is_not_chosen() -> None:
     first = [row(0.001, cost=0.6), row(0.02, cost=0.3)]
     second = [row(0.001, cost=0.6), row(0.5, top1=0.9, cost=0.3)]
     assert choose(first, second, BOUNDS).chosen is second[0]
+
+
+def test_what_agrees_more_is_tried_first_even_if_its_kl_is_larger() -> None:
+    first = [row(0.02, top1=0.9, cost=0.5), row(0.05, top1=1.0, cost=0.4)]
+    second = [row(0.5, top1=0.9, cost=0.5), row(0.05, top1=1.0, cost=0.4)]
+    assert choose(first, second, BOUNDS).chosen is second[1]
 
 
 def test_behind_a_setting_that_fails_nothing_is_tried_any_more() -> None:

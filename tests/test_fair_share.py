@@ -95,6 +95,22 @@ def test_reuse_of_long_ago_does_not_keep_a_share() -> None:
     assert protected(shares, store)["new"] == OWN
 
 
+def test_reuse_of_long_ago_takes_no_share_from_reuse_of_today() -> None:
+    shares, store = make()
+    for number in range(32):
+        establish(shares, f"steady-{number}", hits=4)
+    for number in range(40):
+        establish(shares, f"old-{number}", hits=2)  # less, so none of them gets a share
+    shares.admit(3 * CAPACITY)
+    for _ in range(2):
+        for number in range(32):
+            establish(shares, f"steady-{number}", chunks=1)
+    for number in range(40):
+        establish(shares, f"old-{number}", chunks=1)
+    kept = protected(shares, store)
+    assert [kept.get(f"steady-{number}") for number in range(32)] == [OWN] * 32
+
+
 def test_chunks_built_for_the_request_itself_earn_nothing() -> None:
     shares, store = make()
     establish(shares, "tenant")
