@@ -212,7 +212,7 @@ class _NodeBranch:
             if value is None:
                 break
             stop = at + len(child.key)
-            if stop > len(path) or child.key.token_ids != path[at:stop]:
+            if child.key.token_ids != path[at:stop]:
                 return self._any_tree.find(tokens)  # to split a node is the tree's own business
             values.append(value)
             node, at = child, stop

@@ -1,0 +1,136 @@
+"""Chunks behind a stored beginning: found as SGLang's own match finds them, in each of its trees."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import fields
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from sgl_blend import sglang_adapter as sglang
+from sgl_blend.sglang_tree import find_branch
+
+pytestmark = pytest.mark.engine
+
+SALT = "sgl-blend:test"
+SIZE = 100_000
+
+
+def _allocator(page_size: int) -> Any:
+    from sglang.srt.mem_cache.allocator import (
+        PagedTokenToKVPoolAllocator,
+        TokenToKVPoolAllocator,
+    )
+
+    rest: Any = {"dtype": torch.float32, "device": "cpu", "kvcache": None, "need_sort": False}
+    if page_size == 1:
+        return TokenToKVPoolAllocator(SIZE, **rest)
+    return PagedTokenToKVPoolAllocator(SIZE, page_size, **rest)
+
+
+def make_tree(kind: str, page_size: int) -> Any:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    common: Any = {"req_to_token_pool": None, "page_size": page_size, "disable": False}
+    common["token_to_kv_pool_allocator"] = _allocator(page_size)
+    if kind == "radix":
+        return RadixCache(CacheInitParams(**common))
+    known = {field.name for field in fields(CacheInitParams)}
+    if "tree_core_backend" in known:
+        common["tree_core_backend"] = kind
+    elif kind == "rust":
+        pytest.skip("this SGLang has no Rust tree")
+    return UnifiedRadixCache(CacheInitParams(tree_components=(ComponentType.FULL,), **common))
+
+
+def insert(tree: Any, path: list[int], page_size: int) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+    length = len(path) // page_size * page_size
+    tokens = array("q", path[:length])
+    known = len(sglang.match(tree, tokens, salt=SALT, extra_key=None))
+    slots = tree.token_to_kv_pool_allocator.alloc(length)
+    key = sglang.tree_key(tokens, salt=SALT, extra_key=None)
+    tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=known))
+
+
+@pytest.mark.parametrize("kind", ["radix", "python", "rust"])
+def test_a_path_that_ends_in_a_node_as_long_as_its_part_behind_the_beginning(kind: str) -> None:
+    tree = make_tree(kind, 1)
+    prefix, first, second = [1, 2, 3], [4] * 10, [5] * 20
+    for path in (prefix + first + second, prefix + first + [6] * 5):
+        insert(tree, path, 1)
+    head = array("q", prefix).tobytes()
+    branch = find_branch(tree, head, page_size=1, salt=SALT, extra_key=None)
+    assert branch is not None
+    (found,) = branch.find_all([array("q", first + second[:10]).tobytes()])
+    want = sglang.match(tree, array("q", prefix + first + second), salt=SALT, extra_key=None)
+    assert found is not None
+    assert found.slots.tolist() == want.slots[found.start : 23].tolist()
+
+
+def chunks_of(draw: Random) -> list[list[int]]:
+    """Return chunks that begin alike, end early or late, or have nothing in common."""
+    base = [[draw.randrange(50) for _ in range(40)] for _ in range(3)]
+    found = [*base]
+    for chunk in base:
+        cut = draw.randrange(1, 40)
+        found.append(chunk[:cut] + [draw.randrange(50) for _ in range(draw.randrange(20))])
+        found.append(chunk[:cut])
+    return found
+
+
+@pytest.mark.parametrize("page_size", [1, 8])
+@pytest.mark.parametrize("kind", ["radix", "python", "rust"])
+def test_a_branch_finds_what_the_trees_own_match_finds(kind: str, page_size: int) -> None:
+    draw = Random(f"{kind} {page_size}")
+    several, parts, whole = 0, 0, 0
+    for _ in range(60):
+        tree = make_tree(kind, page_size)
+        prefix = [draw.randrange(50) for _ in range(draw.choice((0, 5, 16, 19, 32)))]
+        chunks = chunks_of(draw)
+        insert(tree, prefix, page_size)
+        for chunk in draw.sample(chunks, 5):
+            insert(tree, prefix + chunk, page_size)
+
+        branch = find_branch(
+            tree, array("q", prefix).tobytes(), page_size=page_size, salt=SALT, extra_key=None
+        )
+
+        assert branch is not None
+        head = len(prefix) // page_size * page_size
+        found = branch.find_all([array("q", chunk).tobytes() for chunk in chunks])
+        for chunk, got in zip(chunks, found, strict=True):
+            path = array("q", prefix + chunk)
+            want = sglang.match(tree, path, salt=SALT, extra_key=None)
+            if len(want) == head:
+                assert got is None
+                continue
+            assert got is not None
+            assert got.stop == len(got) == len(want)
+            assert got.slots.tolist() == want.slots[got.start :].tolist()
+            held = sglang.lock(tree, got.node)
+            assert sglang.pool_use(tree)["locked"] >= len(want)
+            sglang.unlock(tree, held)
+            several += got.start > 0
+            parts += len(want) < len(path) // page_size * page_size
+            whole += len(want) == len(path)
+    assert min(several, parts, whole) > 20, "some kind of path was never tried"
+
+
+@pytest.mark.parametrize("kind", ["radix", "python", "rust"])
+def test_other_namespaces_hold_nothing_of_it(kind: str) -> None:
+    tree = make_tree(kind, 1)
+    insert(tree, [1, 2, 3, 4, 5], 1)
+    prefix = array("q", [1, 2]).tobytes()
+    for salt, extra_key in (("sgl-blend:other", None), (SALT, "other"), (None, None)):
+        assert find_branch(tree, prefix, page_size=1, salt=salt, extra_key=extra_key) is None
+        branch = find_branch(tree, b"", page_size=1, salt=salt, extra_key=extra_key)
+        assert branch is not None
+        assert branch.find_all([array("q", [1, 2, 3, 4, 5]).tobytes()]) == [None]
