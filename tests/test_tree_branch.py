@@ -129,7 +129,10 @@ def test_other_namespaces_hold_nothing_of_it(kind: str) -> None:
     tree = make_tree(kind, 1)
     insert(tree, [1, 2, 3, 4, 5], 1)
     prefix = array("q", [1, 2]).tobytes()
-    for salt, extra_key in (("sgl-blend:other", None), (SALT, "other"), (None, None)):
+    others: list[tuple[str | None, str | None]] = [("sgl-blend:other", None), (None, None)]
+    if sglang.features().keys_have_salt:  # before that one name holds both
+        others.append((SALT, "other"))
+    for salt, extra_key in others:
         assert find_branch(tree, prefix, page_size=1, salt=salt, extra_key=extra_key) is None
         branch = find_branch(tree, b"", page_size=1, salt=salt, extra_key=extra_key)
         assert branch is not None
