@@ -167,6 +167,15 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
     assert config == default
 
 
+@pytest.mark.engine
+def test_by_prompts_that_the_model_cannot_read_nothing_is_judged() -> None:
+    done = run_verify(ROOT / "examples" / "tinyrag" / "model", ROOT, "--check-layers", "2")
+
+    assert done.returncode == 3, done.stdout + done.stderr[-2000:]
+    last = done.stdout.splitlines()[-1]
+    assert "not judged: the model's tokenizer knows no token for" in last
+
+
 def _describe(driver: Driver) -> dict[str, Any]:
     described: dict[str, Any] = driver.scheduler.sgl_blend.describe()
     return described

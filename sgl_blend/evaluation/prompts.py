@@ -1,9 +1,10 @@
 """From items to prompts: templates, tokens, and where the chunks stand."""
 
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -106,18 +107,32 @@ def load_encoder(tokenizer_path: str, *, trust_remote_code: bool = False) -> Enc
     Raises:
         CommandError: There is none.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            tokenizer_path, trust_remote_code=trust_remote_code
-        )
-    except (OSError, ValueError) as err:
-        reason = str(err).strip().splitlines()[0]
-        raise CommandError(f"no tokenizer in {tokenizer_path}: {reason}") from None
+    tokenizer = _load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
 
     def encode(text: str, special: bool) -> list[int]:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
         return token_ids
 
     return encode
+
+
+def unknown_share(tokenizer_path: str, items: Iterable[Item], templates: Templates) -> float:
+    """Return the share of the items' tokens that a tokenizer has no token for.
+
+    Raises:
+        CommandError: There is no tokenizer.
+    """
+    unknown = _load_tokenizer(tokenizer_path, trust_remote_code=False).unk_token_id
+    encode = load_encoder(tokenizer_path)
+    tokens = [token for item in items for token in make_prompt(item, templates, encode).token_ids]
+    return tokens.count(unknown) / max(1, len(tokens))
+
+
+def _load_tokenizer(tokenizer_path: str, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as err:
+        reason = str(err).strip().splitlines()[0]
+        raise CommandError(f"no tokenizer in {tokenizer_path}: {reason}") from None

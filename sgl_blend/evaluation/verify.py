@@ -23,7 +23,13 @@ from sgl_blend.evaluation.judge import (
     is_no_weaker,
     split,
 )
-from sgl_blend.evaluation.prompts import Prompt, Templates, load_encoder, make_prompt
+from sgl_blend.evaluation.prompts import (
+    Prompt,
+    Templates,
+    load_encoder,
+    make_prompt,
+    unknown_share,
+)
 from sgl_blend.evaluation.runner import Answer, BlendEngine
 from sgl_blend.evaluation.scores import Row
 from sgl_blend.policies import EXACT, POLICIES
@@ -36,6 +42,8 @@ EXACT_KL = 1e-6
 _PLAIN = "none"
 _NUM_EXACT = 16
 """What is exact for so many prompts is exact; the others only judge quality."""
+_MOST_UNKNOWN = 0.05
+"""Of prompts of which the model can read less than the rest nothing follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +250,13 @@ def verify(plan: Plan, watch: Watch | None = None) -> Verdict:
             f"give at least {plan.bounds.num_prompts} with --data"
         )
         return Verdict(plan, exactness, Judgement(not_judged=too_few))
+    unknown = unknown_share(plan.model_path, items[:_NUM_EXACT], plan.templates)
+    if unknown > _MOST_UNKNOWN:
+        strange = (
+            f"the model's tokenizer knows no token for {unknown:.0%} of these prompts; give --data "
+            "with questions that the model is asked"
+        )
+        return Verdict(plan, exactness, Judgement(not_judged=strange))
     scores = ask_items(settings, items, watch)
     rows = scores.rows()
     num_first = split(len(items))
