@@ -238,21 +238,23 @@ class BlendRuntime:
             self.canary.drop_all()
 
     def step_aside(self, scheduler: Any) -> None:
-        """Process a batch of our own that was launched last, so that the scheduler counts as idle.
+        """Process what was launched last if no client waits for it, so that the scheduler is idle.
 
         Called between rounds, before an order is carried out. SGLang does the same at the end of its
-        next round and loses nothing if it finds it done. A request of ours ends with its one step, so
-        nothing of it is left to be merged into the running batch.
+        next round and loses nothing if it finds it done. A request of ours ends with its one step. With
+        the overlap schedule a client's request that has just ended decodes once more, and an operator
+        who orders a flush right behind its answer would meet that decode step.
         """
         last = scheduler.last_batch
-        if last is None or not last.reqs or not all(is_internal(req) for req in last.reqs):
+        if last is None or not last.reqs or not all(map(_is_over, last.reqs)):
             return
-        self.builder.stop_timing()
+        if any(is_internal(req) for req in last.reqs):
+            self.builder.stop_timing()
         results = getattr(scheduler, "result_queue", None)
         while results:
             scheduler.process_batch_result(*results.popleft())
         scheduler.last_batch = None
-        sglang_orders.take_out(scheduler.running_batch, is_internal)
+        sglang_orders.take_out(scheduler.running_batch, _is_over)
         self.builder.sweep()
 
     def weights_changed(self) -> None:
@@ -285,3 +287,8 @@ class BlendRuntime:
             "chunks_protected": self._shares.num_chunks,
             "canary": None if self.canary is None else self.canary.describe(),
         }
+
+
+def _is_over(req: Any) -> bool:
+    """Tell whether nobody waits for what a request of a launched batch computes."""
+    return is_internal(req) or bool(req.finished())

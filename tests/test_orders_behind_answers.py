@@ -1,0 +1,60 @@
+"""Orders that come with the answer: what SGLang's overlap schedule launched for it is still running."""
+
+from typing import Any
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver, Prompt, random_tokens
+from test_orders import OVERLAP, order, settings
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+
+def _flush_behind_an_answer(driver: Driver, others: int) -> tuple[bool, list[bool], list[int]]:
+    """Order a flush in the round behind the one that a request's answer is sent in."""
+    prompts = [Prompt([random_tokens(5 + i, 30)], max_new_tokens=2) for i in range(others)]
+    driver.settle()
+    reqs = [driver.submit(prompt) for prompt in prompts]
+    while not all(req.finished() for req in reqs):
+        driver.step()
+    last: Any = driver.scheduler.last_batch
+    in_flight = [] if last is None else [req.finished() for req in last.reqs]
+    flushed = order(driver, "FlushCacheReqInput").success
+    driver.settle()
+    later = driver.ask(*prompts)
+    driver.settle()
+    return flushed, in_flight, [len(answer.output_ids) for answer in later]
+
+
+@OVERLAP
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_flush_right_behind_an_answer_succeeds(
+    start_engine: StartEngine, overlap: bool, others: int
+) -> None:
+    engine = start_engine(**settings(overlap))
+    flushed, in_flight, later = engine.call(_flush_behind_an_answer, others)
+    assert flushed
+    assert later == [2] * others
+    if overlap:
+        assert in_flight == [True] * others, "nothing was in flight, so nothing was shown"
+
+
+def _flush_while_one_decodes(driver: Driver) -> tuple[bool, int]:
+    driver.settle()
+    short = driver.submit(Prompt([random_tokens(5, 30)]))
+    longer = driver.submit(Prompt([random_tokens(6, 30)], max_new_tokens=6))
+    while not short.finished():
+        driver.step()
+    flushed = order(driver, "FlushCacheReqInput").success
+    driver.run_until(longer.finished)
+    driver.settle()
+    return flushed, len(longer.output_ids)
+
+
+@OVERLAP
+def test_a_flush_takes_nothing_from_who_still_decodes(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    assert start_engine(**settings(overlap)).call(_flush_while_one_decodes) == (False, 6)
