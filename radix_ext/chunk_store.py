@@ -20,7 +20,7 @@ import msgspec
 
 from sgl_blend import sglang_adapter as sglang
 from sgl_blend.request import Span
-from sgl_blend.sglang_tree import find_branch
+from sgl_blend.sglang_tree import find_branch, make_check
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,7 @@ class ChunkStore:
         self._tree = tree
         self._page_size = page_size
         self._removals = 0
+        self._is_there = make_check(tree)
 
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
@@ -124,6 +125,10 @@ class ChunkStore:
                 complete = missing < page_size
                 hits[index] = ChunkHit(key, span, found, prefix_length, stored, complete)
         return hits
+
+    def is_there(self, hit: ChunkHit) -> bool:
+        """Tell whether a chunk is surely where it was found, whatever was removed since."""
+        return self._is_there(hit.match)
 
     def touch(self, key: ChunkKey) -> None:
         """Count a chunk and its build prefix as used now."""

@@ -1,8 +1,9 @@
 """What the tree holds of a request, found once and remembered until the tree changes.
 
 A request is looked up whenever the scheduler considers it, which may be in hundreds of rounds while it
-waits. While nothing was evicted, chunks that were found complete are where they were, and only the
-others are looked for again; while nothing was added either, nothing is.
+waits. While nothing was evicted, chunks that were found complete are where they were. Else each is
+asked for by its place in the tree, which takes a fraction of a search. Only the others are looked for
+again, and while nothing was added either, nothing is.
 """
 
 from __future__ import annotations
@@ -73,10 +74,13 @@ class Lookups:
         prefix, stamp = sglang.prefix_length(req), self._store.stamp
         known = _remembered(state)
         if known is None or known.stamp != stamp or known.prefix != prefix:
-            # A removal of something else is not told from one of these chunks.
-            still_there = known is not None and known.stamp[0] == stamp[0]
-            found = list(known.found) if known is not None and still_there else None
-            found = self._find_chunks(state, prefix, found)
+            before: list[ChunkHit | None] = [None] * len(state.keys)
+            if known is not None:
+                before = known.found
+                if known.stamp[0] != stamp[0]:
+                    there = self._store.is_there
+                    before = [hit if hit is not None and there(hit) else None for hit in before]
+            found = self._find_chunks(state, prefix, before)
             lookup = self._put_together(req, state, prefix, found)
             state.missed.update(lookup.missing)
             known = _Remembered(state.keys, prefix, stamp, found, lookup)
@@ -100,11 +104,10 @@ class Lookups:
         self._store.note_removal()
 
     def _find_chunks(
-        self, state: RequestState, prefix: int, found: list[ChunkHit | None] | None
+        self, state: RequestState, prefix: int, before: list[ChunkHit | None]
     ) -> list[ChunkHit | None]:
-        keys, spans = state.keys, state.spans
-        if found is None:
-            found = [None] * len(keys)
+        """Return per chunk what is stored of it; complete chunks found before are not looked for."""
+        keys, spans, found = state.keys, state.spans, list(before)
         wanted = [
             index
             for index, (span, hit) in enumerate(zip(spans, found, strict=True))

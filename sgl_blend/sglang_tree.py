@@ -68,6 +68,34 @@ def find_branch(
     return any_tree
 
 
+def make_check(tree: Any) -> Callable[[TreeMatch], bool]:
+    """Return a test whether KV is still where a branch found it, whatever was removed since.
+
+    It may say no where it cannot know. In a UnifiedRadixCache nodes have numbers that are never given
+    again, not even after a reset, and a node that was split has fewer slots. The slots that are
+    remembered keep their memory, so no others can have their address.
+    """
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
+
+    core: Any = getattr(tree, "tree_core", None)
+    native = getattr(core, "_binding", None)
+    if type(core) is not UnifiedTreeCore and not hasattr(native, "get_component_device_value"):
+        return lambda found: False
+    value_of = (core if native is None else native).get_component_device_value
+
+    def is_there(found: TreeMatch) -> bool:
+        slots = found.slots
+        try:
+            value = value_of(found.node, _FULL)
+        except KeyError:
+            return False
+        if value is None or value.data_ptr() != slots.data_ptr():
+            return False
+        return bool(value.numel() == slots.numel())
+
+    return is_there
+
+
 class _MatchBranch:
     """Any tree: every path is matched from the root, and counts as used."""
 

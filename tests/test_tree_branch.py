@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sgl_blend import sglang_adapter as sglang
-from sgl_blend.sglang_tree import find_branch
+from sgl_blend.sglang_tree import find_branch, make_check
 
 pytestmark = pytest.mark.engine
 
@@ -137,3 +137,65 @@ def test_other_namespaces_hold_nothing_of_it(kind: str) -> None:
         branch = find_branch(tree, b"", page_size=1, salt=salt, extra_key=extra_key)
         assert branch is not None
         assert branch.find_all([array("q", [1, 2, 3, 4, 5]).tobytes()]) == [None]
+
+
+@pytest.mark.parametrize("kind", ["radix", "python", "rust"])
+def test_what_is_still_there_is_told_from_what_is_not(kind: str) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    draw, kept, gone, split = Random(kind), 0, 0, 0
+    for number in range(40):
+        tree = make_tree(kind, 1)
+        is_there = make_check(tree)
+        prefix = [draw.randrange(50) for _ in range(9)]
+        chunks = [[100 + i, *(draw.randrange(50) for _ in range(20))] for i in range(8)]
+        for chunk in chunks:
+            insert(tree, prefix + chunk, 1)
+        paths = [array("q", chunk).tobytes() for chunk in chunks]
+        head = array("q", prefix).tobytes()
+        branch = find_branch(tree, head, page_size=1, salt=SALT, extra_key=None)
+        assert branch is not None
+        found = branch.find_all(paths)
+
+        if number % 4 == 3:
+            tree.reset()
+        else:
+            tree.evict(EvictParams(num_tokens=draw.randrange(90)))
+            cut = draw.randrange(8)
+            insert(tree, prefix + chunks[cut][:5] + [99], 1)  # splits it, if it is there
+        for chunk in draw.sample(chunks, 3):
+            insert(tree, prefix + chunk, 1)  # those that were evicted come back elsewhere
+
+        for chunk, before in zip(chunks, found, strict=True):
+            assert before is not None
+            path = array("q", prefix + chunk)
+            now = sglang.match(tree, path, salt=SALT, extra_key=None).slots.tolist()
+            is_same = now[before.start :] == before.slots.tolist()
+            if is_there(before):
+                assert is_same
+                kept += 1
+            else:
+                gone += not is_same
+                split += is_same
+    assert gone > 100
+    if kind == "radix":
+        assert kept == 0, "its nodes cannot be told from what took their place"
+    else:
+        assert kept > 50
+        assert split > 0
+
+
+def test_other_slots_at_the_same_place_are_noticed() -> None:
+    tree = make_tree("python", 1)
+    is_there = make_check(tree)
+    insert(tree, [1, 2], 1)
+    insert(tree, [1, 2, 3, 4, 5], 1)
+    branch = find_branch(tree, array("q", [1, 2]).tobytes(), page_size=1, salt=SALT, extra_key=None)
+    assert branch is not None
+    (found,) = branch.find_all([array("q", [3, 4, 5]).tobytes()])
+    assert found is not None
+    assert is_there(found)
+    slots = found.slots
+    for other in (slots.clone(), slots[:2]):
+        tree.tree_core.node_by_id(found.node).component_data[0].value = other
+        assert not is_there(found)
