@@ -84,15 +84,17 @@ class RequestState:
 
         Args:
             tokens: The whole prompt, which ends with the tokens that were read. A session may have
-                taken a BOS away from their beginning.
+                taken a BOS away from their beginning, or cut its history short.
         """
         history = len(tokens) - self.num_tokens
-        if history <= 0:
-            return
         self.num_tokens = self.report["prompt_tokens"] = len(tokens)
         self.spans = tuple(Span(s.start + history, s.stop + history) for s in self.spans)
-        there = [tokens[span.start : span.stop].tobytes() for span in self.spans]
-        if self.fallback is None and there != [key.tokens for key in self.keys]:
+        # A prompt as long as the turn may still be another one: history can take the place of a BOS.
+        there = all(
+            span.start >= 0 and tokens[span.start : span.stop].tobytes() == key.tokens
+            for span, key in zip(self.spans, self.keys, strict=True)
+        )
+        if self.fallback is None and not there:
             self.fallback = FallbackReason.MALFORMED
 
     def blended_namespace(self, model: LoadedModel) -> str:

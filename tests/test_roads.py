@@ -1,6 +1,7 @@
 """Roads through SGLang's scheduler that no other test takes: blended, or dropped by name."""
 
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -302,11 +303,64 @@ def test_a_chunk_that_a_session_changed_is_not_taken_for_the_stored_one() -> Non
         key = ChunkKey("salt", None, b"", array("q", [1, 5, 6, 7]).tobytes())
         return RequestState(6, (Span(0, 4),), (key,), None, "hkvd", 0.15)
 
-    whole, cut = state_of_turn(), state_of_turn()
+    whole, alone = state_of_turn(), state_of_turn()
     whole.follow(array("q", [3, 3, 3, 1, 5, 6, 7, 8, 9]))
-    cut.follow(array("q", [3, 3, 3, 5, 6, 7, 8, 9]))
+    alone.follow(array("q", [1, 5, 6, 7, 8, 9]))
 
-    assert whole.fallback is None
+    assert whole.fallback is alone.fallback is None
     assert whole.spans == (Span(3, 7),)
+    assert alone.spans == (Span(0, 4),)
     assert whole.report["prompt_tokens"] == whole.num_tokens == 9
-    assert cut.fallback is FallbackReason.MALFORMED
+    # Without its BOS, behind a history of three tokens, of one and of none.
+    for history in ([3, 3, 3], [3], []):
+        cut = state_of_turn()
+        cut.follow(array("q", [*history, 5, 6, 7, 8, 9]))
+        assert cut.fallback is FallbackReason.MALFORMED, history
+        assert cut.num_tokens == len(history) + 5
+
+
+def _history_instead_of_bos(driver: Driver) -> tuple[Answer, Answer, Answer]:
+    """A turn of which SGLang replaces the BOS, in a chunk, by one token of history.
+
+    Returns:
+        Its answer, another client's to the same tokens, and that of a full prefill.
+    """
+    from sglang.srt.managers.io_struct import OpenSessionReqInput, SessionParams
+
+    driver.settle()
+    driver.flush()
+    ratio, bos = {"sgl_blend_ratio": 1.0}, 1
+    turn = Prompt([[], [bos, *CHUNKS[0]], QUESTION], [1], ratio, max_new_tokens=4)
+    driver.ask(turn)
+    driver.settle()
+    driver.scheduler.open_session(OpenSessionReqInput(capacity_of_str_len=10_000, session_id="b"))
+    received = driver.receive(Prompt([random_tokens(3, 30)], max_new_tokens=2))
+    received.session_params = SessionParams(id="b")
+    first = driver.hand_over(received)
+    driver.run_until(first.finished)
+    driver.settle()
+    received = driver.receive(turn)
+    received.session_params = SessionParams(id="b", rid=first.rid, offset=1)
+    tokenizer = driver.scheduler.tokenizer
+    driver.scheduler.tokenizer = SimpleNamespace(bos_token_id=bos)  # the engine has none
+    try:
+        req = driver.hand_over(received)
+    finally:
+        driver.scheduler.tokenizer = tokenizer
+    driver.run_until(req.finished)
+    driver.settle()
+    tokens = list(req.origin_input_ids)
+    assert tokens == [first.origin_input_ids[0], *turn.tokens[1:]]
+    victim = Prompt([[], tokens[: 1 + 80], QUESTION], [1], ratio, max_new_tokens=4)
+    answers = driver.answer(req), driver.ask(victim)[0]
+    driver.settle()
+    full = driver.ask(Prompt([tokens], salt="reference", max_new_tokens=4))[0]
+    driver.settle()
+    return *answers, full
+
+
+def test_history_in_the_place_of_a_bos_is_not_taken_for_it(start_engine: StartEngine) -> None:
+    mine, victims, full = start_engine().call(_history_instead_of_bos)
+    assert mine.report["fallback"] == "malformed blend parameters"
+    assert_same(mine, full)
+    assert_same(victims, full)
