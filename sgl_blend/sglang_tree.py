@@ -59,10 +59,10 @@ def find_branch(
     probe = tree_key(array("q", [0] * page_size), salt=salt, extra_key=extra_key)
     core: Any = getattr(tree, "tree_core", None)
     if type(tree) is RadixCache and not tree.is_eagle:
-        return _NodeBranch(any_tree, head, head.node, page_size, probe, _own_value, _itself)
+        return _NodeBranch(any_tree, head, head.node, page_size, probe, _own_value, _the_node)
     if type(core) is UnifiedTreeCore and not core.is_eagle:
         node = core.node_by_id(head.node)
-        return _NodeBranch(any_tree, head, node, page_size, probe, _component_value, _identity)
+        return _NodeBranch(any_tree, head, node, page_size, probe, _component_value, _node_number)
     if core is not None and hasattr(core, "match_full_device_prefix"):
         return _CoreBranch(core, any_tree, head, tree_key(tokens, salt=salt, extra_key=extra_key))
     return any_tree
@@ -255,7 +255,7 @@ def _own_value(node: Any) -> torch.Tensor | None:
     return value
 
 
-def _itself(node: Any) -> Any:
+def _the_node(node: Any) -> Any:
     return node
 
 
@@ -264,7 +264,7 @@ def _component_value(node: Any) -> torch.Tensor | None:
     return value
 
 
-def _identity(node: Any) -> Any:
+def _node_number(node: Any) -> Any:
     return node.id
 
 
