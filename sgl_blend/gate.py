@@ -3,7 +3,8 @@
 Behind it stands the scheduler, which serves everybody and must not see what it cannot decode. Blend
 parameters are checked in every request. A request that uses blending is also checked for what ends
 SGLang itself: types that its wire does not carry and numbers that index out of a tensor. One that
-does not is SGLang's own business.
+does not is SGLang's own business, but for a prompt of no tokens: it ends SGLang in every batch that
+it is alone in, and nobody gains by it.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class RequestGate:
         if token_ids is None:
             return
         prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
+        if not prompt.token_ids and tokenized.session_params is None:
+            raise RequestError("the prompt is empty")
         has_separators = len(prompt.token_ids) < len(token_ids)
         if has_separators and (field := positional_field(tokenized)) is not None:
             raise RequestError(
@@ -103,8 +106,6 @@ class RequestGate:
         """Refuse what ends the scheduler, whoever sends it."""
         if (error := wire_error(tokenized)) is not None:
             raise RequestError(f"the request has a value of a wrong type: {error}")
-        if not token_ids and tokenized.session_params is None:
-            raise RequestError("the prompt is empty")
         self._check_ids("input_ids", token_ids)
         if tokenized.return_logprob:
             self._check_logprobs(tokenized)

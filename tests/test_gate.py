@@ -135,8 +135,9 @@ def test_the_separator_itself_may_lie_outside_the_vocabulary() -> None:
 
 @pytest.mark.parametrize("token_ids", [[], [SEP, SEP]], ids=str)
 def test_a_prompt_of_no_tokens_is_refused(token_ids: list[int]) -> None:
-    with pytest.raises(RequestError, match=r"^the prompt is empty"):
-        GATE.check(tokenized(token_ids, {"custom_params": {"sgl_blend": True}}))
+    for params in ({}, {"custom_params": {"sgl_blend": True}}):
+        with pytest.raises(RequestError, match=r"^the prompt is empty"):
+            GATE.check(tokenized(token_ids, params))
 
 
 def test_the_largest_values_that_sglang_serves_pass() -> None:
