@@ -117,6 +117,10 @@ class Admission:
         """Note that the tree is about to forget everything."""
         self._lookups.before_reset()
 
+    def weights_changed(self) -> None:
+        """Note that the tree may hold KV of weights that are not loaded any more."""
+        self._lookups.weights_changed()
+
     def _is_being_built(self, keys: tuple[ChunkKey, ...]) -> bool:
         return self._build_first and any(self._builder.is_in_flight(key) for key in keys)
 

@@ -263,6 +263,7 @@ class BlendRuntime:
         A request in the middle of its prefill goes on without what it has not copied yet.
         """
         self._model.renew()
+        self.admission.weights_changed()
         self.forget_pending()
         for state in self._planned.values():
             self._drop_plan(state)
