@@ -67,7 +67,7 @@ class Admission:
             return self._add_plain(req, state, adder, add, reason)
         if state.model != self._model.fingerprint:
             self._follow_model(req, state)
-        if self._is_being_built(self._lookups.last_missing(state)):
+        if self.waits_for_builds(state):
             return sglang.continue_verdict()  # it waits for that, and is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
@@ -108,6 +108,10 @@ class Admission:
     def plan(self, req: Any, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
         return _make_plan(req, state, self._lookups.look_up(req, state))
+
+    def waits_for_builds(self, state: RequestState) -> bool:
+        """Tell whether a chunk that was missing when a request was last looked up is being built."""
+        return self._is_being_built(self._lookups.last_missing(state))
 
     def before_evict(self) -> None:
         """Note that the tree is about to evict."""

@@ -73,6 +73,16 @@ def around_add_one_req(
     return runtime.add_one_req(orig, adder, req, (args, kwargs))
 
 
+def around_preempt_to_schedule(
+    orig: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Preempt nobody for a request that cannot be admitted in this round."""
+    runtime = _runtime_of(adder.tree_cache)
+    if runtime is not None and runtime.waits_for_builds(req):
+        return False
+    return orig(adder, req, *args, **kwargs)
+
+
 def after_add_chunked_req(result: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Plan a further step of a chunked prefill."""
     runtime = _runtime_of(adder.tree_cache)

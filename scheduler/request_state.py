@@ -37,6 +37,7 @@ class RequestState:
         retired: Plans given up while a forward that reads their slots was queued on the device.
         unprocessed_steps: Admitted prefill steps whose result is not in yet.
         all_steps_admitted: Whether the last prefill step is admitted.
+        has_preempted: Whether running requests were preempted for it since it waits.
         build_rounds: How often builds of its chunks were admitted while it waits.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
@@ -58,6 +59,7 @@ class RequestState:
     retired: list[BlendPlan] = field(default_factory=list)
     unprocessed_steps: int = 0
     all_steps_admitted: bool = False
+    has_preempted: bool = False
     build_rounds: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
     remembered: object = None
@@ -123,6 +125,7 @@ class RequestState:
         """Begin to count anew; a retracted request is admitted again from the start."""
         self.unprocessed_steps = 0
         self.all_steps_admitted = False
+        self.has_preempted = False
         self.build_rounds = 0
         self.remembered = None
         self.report.update(

@@ -46,7 +46,7 @@ class BlendRuntime:
         fusor: Fusor,
         metrics: BlendMetrics,
         shares: FairShare,
-        tree: Any,
+        scheduler: Any,
         description: dict[str, Any],
     ) -> None:
         self.intake = intake
@@ -57,7 +57,8 @@ class BlendRuntime:
         self._fusor = fusor
         self._metrics = metrics
         self._shares = shares
-        self._tree = tree
+        self._scheduler = scheduler
+        self._tree = scheduler.tree_cache
         self._description = description
         self._planned: dict[str, RequestState] = {}
 
@@ -81,12 +82,33 @@ class BlendRuntime:
             return self.builder.admit(candidate, adder, add_stock)
 
         state = state_of(req)
-        if state is None:
-            return add(req)
-        verdict = self.admission.add(req, state, adder, add)
+        verdict = add(req) if state is None else self.admission.add(req, state, adder, add)
         if sglang.was_admitted(req, adder):
-            self._count_step(req, state)
+            if state is not None:
+                self._count_step(req, state)
+            return verdict
+        return self._make_room(adder, state, verdict)
+
+    def _make_room(self, adder: Any, state: RequestState | None, verdict: Any) -> Any:
+        """Keep the room for a request that others were preempted for, and that is not admitted yet.
+
+        It may wait for its builds. Those that made room for it would take it back at once, be preempted
+        again for the next build, and prefill anew each time.
+        """
+        if adder.preempt_list:
+            if state is not None:
+                state.has_preempted = True
+            if not adder.can_run_list:
+                sglang_orders.put_back_preempted(self._scheduler, adder)
+                return sglang.stop_verdict()
+        if state is not None and state.has_preempted and verdict == sglang.continue_verdict():
+            return sglang.stop_verdict()
         return verdict
+
+    def waits_for_builds(self, req: Any) -> bool:
+        """Tell whether a request is not admitted because builds that it waits for are running."""
+        state = state_of(req)
+        return state is not None and self.admission.waits_for_builds(state)
 
     def continue_chunked(self, req: Any, adder: Any) -> None:
         """Note that a further step of a chunked prefill was admitted."""

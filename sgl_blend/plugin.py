@@ -85,6 +85,7 @@ def _hook_table() -> list[tuple[str, str, Callable[..., Any]]]:
         (f"{scheduler}.get_internal_state", "after", hooks.after_get_internal_state),
         ("sglang.srt.managers.schedule_batch.Req.__init__", "after", hooks.after_req_init),
         (f"{adder}.add_one_req", "around", hooks.around_add_one_req),
+        (f"{adder}.preempt_to_schedule", "around", hooks.around_preempt_to_schedule),
         (f"{adder}.add_chunked_req", "after", hooks.after_add_chunked_req),
         (
             "sglang.srt.model_executor.model_runner.ModelRunner._forward_raw",
@@ -292,7 +293,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         fusor=fusor,
         metrics=BlendMetrics(**_publishing(scheduler, ranks)),
         shares=shares,
-        tree=tree,
+        scheduler=scheduler,
         description={
             **_describe(config, separator),
             "architecture": model_architecture,

@@ -50,3 +50,13 @@ def take_out(batch: Any, leaves: Callable[[Any], bool]) -> None:
     if len(kept) < len(batch.reqs):
         batch.filter_batch(keep_indices=kept)
         batch.batch_is_full = False
+
+
+def put_back_preempted(scheduler: Any, adder: Any) -> None:
+    """Put requests back into the waiting queue that were preempted for a batch of nobody.
+
+    SGLang 0.5.21 and older does so only behind a batch that holds something, and loses them else.
+    """
+    preempted, adder.preempt_list = adder.preempt_list, []
+    for req in preempted:
+        scheduler._add_request_to_queue(req)

@@ -124,6 +124,23 @@ def _serve_beside_a_decode(
     return seen, driver.runtime.builder.step_tokens
 
 
+def _serve_while_builds_wait(
+    driver: Driver, first: Prompt, then: list[Prompt]
+) -> tuple[list[Forward], int]:
+    """Serve requests on an empty cache, the first alone; its chunks are built among the others."""
+    driver.settle()
+    driver.flush()
+    builder = driver.runtime.builder
+    with _watched_forwards(driver) as seen:
+        driver.ask(first)
+        assert builder.num_pending > 0, "nothing waits to be built"
+        reqs = [driver.submit(prompt) for prompt in then]
+        with patch.object(builder._budget, "affords_step", lambda: True):
+            driver.run_until(lambda: all(req.finished() for req in reqs))
+        driver.settle()
+    return seen, builder.step_tokens
+
+
 def expected_steps(
     prefix: list[int], chunk: list[int], step_tokens: int, page_size: int
 ) -> list[Step]:
@@ -255,6 +272,17 @@ def test_builds_stay_alone_in_batches_that_mix_prefill_and_decode(
 
     building = assert_builds_are(served, [(SYSTEM, CHUNKS[i]) for i in (1, 2, 3, 4)])
     assert any(forward.batch_others for forward in building), "no build met a decode step"
+
+
+def test_a_build_that_sglang_sorts_behind_clients_does_not_join_them(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(enable_priority_scheduling=True)
+    others = [Prompt([random_tokens(50 + i, 70)], priority=1) for i in range(3)]
+    served = engine.call(_serve_while_builds_wait, rag_prompt(SYSTEM, CHUNKS[:2], QUESTION), others)
+
+    building = assert_builds_are(served, [(SYSTEM, chunk) for chunk in CHUNKS[:2]])
+    assert not any(forward.batch_others for forward in building), "clients wait for a build"
 
 
 def test_builds_are_cut_where_their_own_lengths_say(start_engine: StartEngine) -> None:

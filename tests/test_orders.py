@@ -231,7 +231,9 @@ def _chunks_of_old_weights(driver: Driver, own: str, other: str) -> dict[str, An
     driver.ask(rag(0, 1))
     driver.settle()
     assert driver.ask(rag(1, 0))[0].report["chunk_hits"] == 2
-    driver.ask(Prompt([rag(1, 0).tokens]))  # the whole prompt stands in the client's exact namespace
+    driver.ask(
+        Prompt([rag(1, 0).tokens])
+    )  # the whole prompt stands in the client's exact namespace
     old = driver.runtime.describe()["model_fingerprint"]
     driver.settle()
     queued = driver.submit(rag(1, 0, params={"sgl_blend_ratio": 0.5}))
