@@ -110,6 +110,9 @@ class RequestGate:
         if tokenized.return_logprob:
             self._check_logprobs(tokenized)
         self._check_sampling(tokenized.sampling_params)
+        turn = tokenized.session_params
+        if turn is not None and turn.replace and turn.rid is None:
+            raise RequestError("session_params.replace needs the rid of the turn that is replaced")
         rank = getattr(tokenized, "routed_dp_rank", None)
         if rank is not None and self._num_replicas > 1 and not 0 <= rank < self._num_replicas:
             raise RequestError(

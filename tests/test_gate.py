@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.managers.embed_types import PositionalEmbeds
-from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sgl_blend.config import BlendConfig
@@ -138,6 +138,15 @@ def test_a_prompt_of_no_tokens_is_refused(token_ids: list[int]) -> None:
     for params in ({}, {"custom_params": {"sgl_blend": True}}):
         with pytest.raises(RequestError, match=r"^the prompt is empty"):
             GATE.check(tokenized(token_ids, params))
+
+
+def test_a_session_is_not_replaced_as_a_whole() -> None:
+    # SGLang takes turns out of a dictionary while it walks through it.
+    turn = SessionParams(id="s", replace=True)
+    with pytest.raises(RequestError, match=r"^session_params\.replace needs the rid"):
+        GATE.check(tokenized(MARKED, session_params=turn))
+    GATE.check(tokenized(PLAIN, session_params=turn))
+    GATE.check(tokenized(MARKED, session_params=SessionParams(id="s", rid="r", replace=True)))
 
 
 def test_the_largest_values_that_sglang_serves_pass() -> None:
