@@ -356,11 +356,13 @@ class Engine:
     """A worker process with a Driver, from the test's side."""
 
     def __init__(self, model: Path, *, rank: int = 0, wait: bool = True, **settings: Any) -> None:
+        # Here, not in the worker: a stock one has nothing of sgl-blend.
+        from sgl_blend.bench.ports import reserve_port
+
+        settings = {"model_path": str(model), "nccl_port": reserve_port(), **settings}
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(far_end, {"model_path": str(model), **settings}, rank), daemon=True
-        )
+        self._process = context.Process(target=_serve, args=(far_end, settings, rank), daemon=True)
         self._process.start()
         far_end.close()
         if wait:
@@ -409,8 +411,10 @@ class Engine:
 class Ranks:
     """The workers of one tensor-parallel engine, which must do everything together."""
 
-    def __init__(self, model: Path, size: int, port: int, **settings: Any) -> None:
-        together = {"tp_size": size, "nccl_port": port, **settings}
+    def __init__(self, model: Path, size: int, **settings: Any) -> None:
+        from sgl_blend.bench.ports import reserve_port
+
+        together = {"tp_size": size, "nccl_port": reserve_port(), **settings}
         self.engines = [Engine(model, rank=rank, wait=False, **together) for rank in range(size)]
         for engine in self.engines:
             engine.receive()

@@ -1,7 +1,6 @@
 """Tensor parallelism (R31, L9): two ranks choose the same rows as one, and give its logits."""
 
 import random
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -35,13 +34,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(kind: str, model_folder: Any) -> Iterator[Ranks]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants a NUMA node for each rank
         model = make_model(kind, model_folder)
-        running = Ranks(model, 2, port, enable_blend=True, **SETTINGS)
+        running = Ranks(model, 2, enable_blend=True, **SETTINGS)
     yield running
     running.close()
 

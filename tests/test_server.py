@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 import pytest
 from programs import run_program
 from tiny_models import make_model, make_text_model
+
+from sgl_blend.bench.ports import reserve_port
 
 pytestmark = pytest.mark.engine
 
@@ -82,15 +83,8 @@ class Server:
         raise AssertionError("background builds did not end")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
 def start_server(command: list[str], log: Path, cwd: Path, **more: str) -> Server:
-    port = free_port()
+    port = reserve_port()
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -100,7 +94,7 @@ def start_server(command: list[str], log: Path, cwd: Path, **more: str) -> Serve
     }
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *CPU_FLAGS, "--port", str(port)],
+            [*command, *CPU_FLAGS, "--port", str(port), "--nccl-port", str(reserve_port())],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -530,7 +524,7 @@ def test_data_parallel_replicas_blend_each_on_its_own(model: Path, tmp_path: Pat
 def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path, name: str) -> None:
     flags, sentence = REFUSED[name]
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    done = run_program([*command, *flags, *CPU_FLAGS, "--port", str(free_port())], tmp_path)
+    done = run_program([*command, *flags, *CPU_FLAGS, "--port", str(reserve_port())], tmp_path)
     assert done.returncode != 0
     assert sentence in done.stdout + done.stderr
 
@@ -538,7 +532,7 @@ def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path, 
 def test_a_model_with_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
     path = make_model("llama-dynamic", tmp_path)
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)]
-    flags = ["--enable-blend", "--skip-tokenizer-init", "--port", str(free_port())]
+    flags = ["--enable-blend", "--skip-tokenizer-init", "--port", str(reserve_port())]
     done = run_program([*command, *flags, *CPU_FLAGS], tmp_path)
     assert done.returncode != 0
     assert "rotary embedding DynamicNTKScalingRotaryEmbedding is not supported" in (

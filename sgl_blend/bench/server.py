@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from sgl_blend.bench.ports import reserve_port
 from sgl_blend.errors import CommandError
 
 START_TIMEOUT_S = 600.0
@@ -148,8 +148,9 @@ def launched(
         log: File for everything it prints.
         environment: Further NAME=VALUE settings of its processes.
     """
-    port = _free_port()
-    flags = ["--host", "127.0.0.1", "--port", str(port), *_device_flags(), *extra]
+    port = reserve_port()
+    ports = ["--port", str(port), "--nccl-port", str(reserve_port())]
+    flags = ["--host", "127.0.0.1", *ports, *_device_flags(), *extra]
     launch = ["-m", "sglang.launch_server", "--model-path"]
     offline = ["HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"] if Path(model).is_dir() else []
     env = ["env", *offline, *environment]
@@ -199,13 +200,6 @@ def _device_flags() -> Sequence[str]:
     # SGLang's fraction is one of what is free when it starts.
     fraction = min(0.9, GPU_SHARE * total / free)
     return ("--mem-fraction-static", f"{fraction:.3f}", "--sleep-on-idle")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
