@@ -20,6 +20,7 @@ from programs import run_program
 from tiny_models import make_model, make_text_model
 
 from sgl_blend.bench.ports import reserve_port
+from sgl_blend.bench.server import port_flags
 
 pytestmark = pytest.mark.engine
 
@@ -94,7 +95,7 @@ def start_server(command: list[str], log: Path, cwd: Path, **more: str) -> Serve
     }
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, *CPU_FLAGS, "--port", str(port), "--nccl-port", str(reserve_port())],
+            [*command, *CPU_FLAGS, *port_flags(port, command)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=environment,

@@ -149,8 +149,7 @@ def launched(
         environment: Further NAME=VALUE settings of its processes.
     """
     port = reserve_port()
-    ports = ["--port", str(port), "--nccl-port", str(reserve_port())]
-    flags = ["--host", "127.0.0.1", *ports, *_device_flags(), *extra]
+    flags = ["--host", "127.0.0.1", *port_flags(port, extra), *_device_flags(), *extra]
     launch = ["-m", "sglang.launch_server", "--model-path"]
     offline = ["HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"] if Path(model).is_dir() else []
     env = ["env", *offline, *environment]
@@ -200,6 +199,19 @@ def _device_flags() -> Sequence[str]:
     # SGLang's fraction is one of what is free when it starts.
     fraction = min(0.9, GPU_SHARE * total / free)
     return ("--mem-fraction-static", f"{fraction:.3f}", "--sleep-on-idle")
+
+
+def port_flags(port: int, others: Sequence[str]) -> list[str]:
+    """Return the flags of a server for its ports.
+
+    Args:
+        port: Of its HTTP API.
+        others: Its other flags. Data-parallel replicas each choose a port for NCCL themselves.
+    """
+    flags = ["--port", str(port)]
+    if {"--dp-size", "--data-parallel-size"}.isdisjoint(others):
+        flags += ["--nccl-port", str(reserve_port())]
+    return flags
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
