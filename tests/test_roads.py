@@ -247,16 +247,17 @@ def test_preempted_requests_are_blended_again_and_answer_exactly(
 
 
 def _preempt_for_builds(driver: Driver) -> tuple[list[bool], int]:
-    """Let an urgent request with cold chunks push a decoding one out of a full batch.
+    """Let two urgent requests with the same cold chunks push decoding ones out of a full batch.
 
     Returns:
-        Which requests ended, the urgent one last, and how often requests were preempted.
+        Which requests ended, the urgent ones last, and how often requests were preempted.
     """
-    reqs = [driver.submit(Prompt([CHUNKS[i]], max_new_tokens=200, priority=0)) for i in range(2)]
+    reqs = [driver.submit(Prompt([CHUNKS[i]], max_new_tokens=200, priority=0)) for i in range(3)]
     driver.run_until(lambda: all(len(req.output_ids) > 3 for req in reqs))
-    reqs.append(driver.submit(rag(3, 4, 5, max_new_tokens=4, priority=100)))
-    for _ in range(800):
-        driver.step()
+    for priority, num_steps in ((100, 3), (200, 800)):  # the second arrives while the first builds
+        reqs.append(driver.submit(rag(3, 4, 5, max_new_tokens=4, priority=priority)))
+        for _ in range(num_steps):
+            driver.step()
     ended = [req.finished() for req in reqs]
     preempted = sum(req.retraction_count for req in reqs)
     driver.settle()
@@ -269,14 +270,14 @@ def test_requests_preempted_for_builds_are_not_lost(
 ) -> None:
     engine = start_engine(
         blend_on_miss="build",
-        max_running_requests=2,
+        max_running_requests=3,
         chunked_prefill_size=32,
         enable_priority_scheduling=True,
         disable_overlap_schedule=not overlap,
     )
     ended, preempted = engine.call(_preempt_for_builds)
-    assert ended == [True] * 3, "a request was lost"
-    assert preempted == 1, "a request was preempted again for a further step of the same builds"
+    assert ended == [True] * 5, "a request was lost"
+    assert preempted <= 3, "a request was preempted again for a further step of the same builds"
 
 
 # --- sessions ---
