@@ -1,8 +1,16 @@
-"""CacheBlend for SGLang, as a plugin: reuse the KV of text chunks wherever they stand."""
+"""CacheBlend for SGLang, as a plugin: reuse the KV of text chunks wherever they stand.
 
-from sgl_blend.config import BlendConfig
-from sgl_blend.errors import BlendError, ConfigError, RequestError, UnsupportedError
-from sgl_blend.frontend import chunk, configure, plain
+A client program imports this package where neither torch nor SGLang is installed, so each name is
+loaded when it is first used (PEP 562).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sgl_blend.config import BlendConfig
+    from sgl_blend.errors import BlendError, ConfigError, RequestError, UnsupportedError
+    from sgl_blend.frontend import chunk, configure, plain
 
 __all__ = [
     "BlendConfig",
@@ -14,3 +22,19 @@ __all__ = [
     "configure",
     "plain",
 ]
+
+_HOME = {
+    "BlendConfig": "config",
+    **dict.fromkeys(("BlendError", "ConfigError", "RequestError", "UnsupportedError"), "errors"),
+    **dict.fromkeys(("chunk", "configure", "plain"), "frontend"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

@@ -13,17 +13,13 @@ from typing import Any
 import torch
 
 from sgl_blend import sglang_forward as sglang
-from sgl_blend.kernels.kv_deviation import kv_deviation_at
-from sgl_blend.kernels.query_attention import query_attention
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import segmented_topk
 from sgl_blend.phases import Phase, phase
-from sgl_blend.policies import POLICIES, Score
+from sgl_blend.policies import POLICIES
+from sgl_blend.policies.spec import LayerView
 from sgl_blend.ranks import Ranks
-
-_MAX_QUESTION_ROWS = 128
-"""A query-aware policy asks the last so many rows of a long question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +36,8 @@ class Candidates:
         sin: float32, same shape.
         policy: Name of the policy that selects.
         schedule: How many are computed in each layer above the check layer, never rising.
-        question: Rows behind the last chunk, numbered as they are in the batch now.
-        ranks: float32 [n], by which the policy selects if that needs no score; else None.
+        question: Rows after the last chunk, numbered as they are in the batch now.
+        priorities: float32 [n], by which the policy selects if that needs no layer; else None.
     """
 
     request: int
@@ -54,7 +50,7 @@ class Candidates:
     policy: str
     schedule: list[int]
     question: range
-    ranks: torch.Tensor | None = None
+    priorities: torch.Tensor | None = None
 
     def take(self, chosen: torch.Tensor) -> "Candidates":
         """Return only some of the rows; which chunk they are of is not known any more."""
@@ -66,7 +62,7 @@ class Candidates:
             source_slots=self.source_slots[chosen],
             cos=self.cos[chosen],
             sin=self.sin[chosen],
-            ranks=None,
+            priorities=None,
         )
 
 
@@ -164,8 +160,8 @@ class BlendAttention:
         skipping = [g for g in self._candidates if POLICIES[g.policy].skips_full_layers]
         selecting = []
         for group in skipping:
-            assert group.ranks is not None, "its policy needs to see no layer"
-            selecting.append((group, group.schedule[0], group.ranks))
+            assert group.priorities is not None, "its policy needs to see no layer"
+            selecting.append((group, group.schedule[0], group.priorities))
         self._reduce(selecting)
 
     def _select(self, layer_id: int, fresh: _LayerKV) -> None:
@@ -173,28 +169,32 @@ class BlendAttention:
         for group in self._candidates:
             budget = group.schedule[layer_id - self._check_layer]
             if budget < group.rows.numel():
-                ranks = self._rank(group, budget, fresh) if group.ranks is None else group.ranks
-                selecting.append((group, budget, ranks))
+                priorities = group.priorities
+                if priorities is None:
+                    priorities = self._prioritise(group, budget, fresh)
+                selecting.append((group, budget, priorities))
         self._reduce(selecting)
 
-    def _rank(self, group: Candidates, budget: int, fresh: _LayerKV) -> torch.Tensor:
-        scores = self._ranks.sum(self._score(group, fresh))
-        return POLICIES[group.policy].rank(scores, group.chunk_lengths, budget)
+    def _prioritise(self, group: Candidates, budget: int, fresh: _LayerKV) -> torch.Tensor:
+        policy = POLICIES[group.policy]
+        assert policy.score is not None, "its priorities are known before the forward"
+        scores = self._ranks.sum(policy.score(self._view(group, fresh)))
+        return policy.prioritise(scores, group.chunk_lengths, budget)
 
     def _reduce(self, selecting: list[tuple[Candidates, int, torch.Tensor]]) -> None:
-        """Take rows out of the batch; of each group stay as many as its budget, by rank."""
+        """Take rows out of the batch; of each group stay as many as its budget, by priority."""
         selecting = [
-            (group, budget, ranks.nan_to_num(nan=torch.inf, posinf=torch.inf))
-            for group, budget, ranks in selecting
+            (group, budget, own.nan_to_num(nan=torch.inf, posinf=torch.inf))
+            for group, budget, own in selecting
         ]
         counts = list(self._batch.extend_seq_lens_cpu)
         left = list(counts)
         # Above infinity, segmented_topk knows nothing but NaN: rows that nobody may drop.
-        ranks = torch.full([sum(counts)], torch.nan, device=self._batch.positions.device)
-        for group, budget, group_ranks in selecting:
-            ranks[group.rows] = group_ranks
+        priorities = torch.full([sum(counts)], torch.nan, device=self._batch.positions.device)
+        for group, budget, own in selecting:
+            priorities[group.rows] = own
             left[group.request] -= group.rows.numel() - budget
-        self.kept_rows, _ = segmented_topk(ranks, counts, left)
+        self.kept_rows, _ = segmented_topk(priorities, counts, left)
         self._candidates = self._renumber(
             selecting, [a - b for a, b in zip(counts, left, strict=True)]
         )
@@ -206,9 +206,9 @@ class BlendAttention:
     ) -> list[Candidates]:
         """Return the groups that will select later, with the numbers that their rows have now."""
         chosen = {}
-        for group, budget, ranks in selecting:
+        for group, budget, own in selecting:
             if POLICIES[group.policy].gradual:
-                chosen[group.request] = segmented_topk(ranks, [len(ranks)], [budget])[0]
+                chosen[group.request] = segmented_topk(own, [len(own)], [budget])[0]
         done = {group.request for group, _, _ in selecting} - set(chosen)
         waiting = [group for group in self._candidates if group.request not in done]
         if not waiting:
@@ -226,26 +226,21 @@ class BlendAttention:
             groups.append(replace(stays, rows=place[stays.rows], question=question))
         return groups
 
-    def _score(self, group: Candidates, fresh: _LayerKV) -> torch.Tensor:
-        score = POLICIES[group.policy].score
-        if score is Score.V:
-            return kv_deviation_at(fresh.v, group.rows, fresh.v_pool, group.source_slots)
-        if score is Score.QUERY:
-            return self._query_score(group, fresh)
-        assert score is Score.K, f"{score} is known before the forward"
-        rotation = (group.cos, group.sin, self._neox)
-        return kv_deviation_at(fresh.k, group.rows, fresh.k_pool, group.source_slots, rotation)
-
-    def _query_score(self, group: Candidates, fresh: _LayerKV) -> torch.Tensor:
-        slots = self._kv_slots()[group.request]
-        rows = group.question[-_MAX_QUESTION_ROWS:]
-        attention = query_attention(
-            fresh.q[rows.start : rows.stop],
-            fresh.k_pool[slots],
-            slots.numel() - len(rows),
+    def _view(self, group: Candidates, fresh: _LayerKV) -> LayerView:
+        return LayerView(
+            q=fresh.q,
+            k=fresh.k,
+            v=fresh.v,
+            k_pool=fresh.k_pool,
+            v_pool=fresh.v_pool,
+            rows=group.rows,
+            stored_slots=group.source_slots,
+            rotation=(group.cos, group.sin, self._neox),
+            positions=group.positions,
+            question=group.question,
+            own_slots=lambda: self._kv_slots()[group.request],
             scale=fresh.scale,
         )
-        return attention[group.positions]
 
     def _kv_slots(self) -> list[torch.Tensor]:
         return sglang.kv_slots_of_requests(self._batch, self.inner.req_to_token_pool.req_to_token)

@@ -22,14 +22,14 @@ import torch
 from sgl_blend import sglang_forward as sglang
 from sgl_blend.attention import BlendAttention, Candidates
 from sgl_blend.kernels.delta_rope import LayerPools
-from sgl_blend.kernels.kv_deviation import kv_deviation
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.kernels.upload import to_device
 from sgl_blend.kv_mover import KVMover, Move
 from sgl_blend.phases import Phase, phase
 from sgl_blend.plan import LayerSplit, Window
-from sgl_blend.policies import POLICIES, Score
+from sgl_blend.policies import POLICIES
+from sgl_blend.policies.spec import LayerView, Sees
 from sgl_blend.ranks import Ranks
 from sgl_blend.rope import Rotation
 
@@ -140,23 +140,36 @@ class Fusor:
         for buffer in (*pools.k, *pools.v):
             buffer[slots] = 0
         return [
-            replace(group, ranks=self._true_deviation(batch, group))
-            if POLICIES[group.policy].score is Score.FULL
+            replace(group, priorities=self._true_priorities(batch, group))
+            if POLICIES[group.policy].sees is Sees.PREFILL
             else group
             for group in candidates
         ]
 
-    def _true_deviation(self, batch: Any, group: Candidates) -> torch.Tensor:
+    def _true_priorities(self, batch: Any, group: Candidates) -> torch.Tensor:
+        policy = POLICIES[group.policy]
+        assert policy.score is not None, "a policy that sees a prefill has a score"
         pool = self._runner.token_to_kv_pool
-        true_slots = batch.out_cache_loc[group.rows]
         scores = torch.zeros(group.rows.numel(), device=group.rows.device)
         for layer in range(self.layers.check + 1, self.layers.total):
-            v_pool = pool.get_value_buffer(layer)
-            deviation = self._ranks.sum(
-                kv_deviation(v_pool[true_slots], v_pool[group.source_slots])
+            k_pool, v_pool = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            view = LayerView(
+                q=k_pool[:0],
+                k=k_pool,
+                v=v_pool,
+                k_pool=k_pool,
+                v_pool=v_pool,
+                rows=batch.out_cache_loc[group.rows],
+                stored_slots=group.source_slots,
+                rotation=(group.cos, group.sin, self._rotation.neox),
+                positions=group.positions,
+                question=group.question,
+                own_slots=lambda: batch.out_cache_loc,
+                scale=1.0,
             )
+            deviation = self._ranks.sum(policy.score(view))
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
-        return scores
+        return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
 
     def _take_heads(self, batch: Any, windows: Sequence[Window | None]) -> list[Move]:
         """Take the rows of exact heads out of the batch and return the copies that stand for them."""
@@ -227,9 +240,9 @@ class Fusor:
         cos, sin = self._rotation.between(stored, positions)
         policy = POLICIES[window.policy]
         schedule = window.schedule(self.layers)
-        ranks = None
-        if policy.score is Score.NOTHING:
-            ranks = to_device(policy.rank(None, lengths, schedule[0]), device)
+        priorities = None
+        if policy.sees is Sees.NOTHING:
+            priorities = to_device(policy.prioritise(None, lengths, schedule[0]), device)
         to_row = first_row - window.head_stop
         return Candidates(
             request=request,
@@ -242,7 +255,7 @@ class Fusor:
             policy=window.policy,
             schedule=schedule,
             question=range(window.spans[-1].stop + to_row, window.stop + to_row),
-            ranks=ranks,
+            priorities=priorities,
         )
 
 

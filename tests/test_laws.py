@@ -27,7 +27,8 @@ from sparse_path import (
 )
 from tiny_models import NUM_LAYERS
 
-from sgl_blend.policies import NAMED, POLICIES, Score, recompute_budget
+from sgl_blend.policies import NAMED, POLICIES, recompute_budget
+from sgl_blend.policies.spec import Sees
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -136,10 +137,10 @@ def rows_to_recompute(policy: str, ratio: float) -> list[int]:
     lengths = [len(CHUNKS[0]), len(CHUNKS[2])]
     positions = range(starts[0], starts[1] + lengths[1])
     kind = POLICIES[policy]
-    if kind.score in (Score.V, Score.K, Score.FULL):
-        return list(positions[5::11])
-    if kind.score is Score.QUERY:
+    if policy == "query-aware":
         return []
+    if kind.sees is not Sees.NOTHING:
+        return list(positions[5::11])
     chosen = kind.select(None, lengths, recompute_budget(policy, ratio, sum(lengths)))
     return [positions[row] for row in chosen.tolist()]
 

@@ -15,7 +15,7 @@ COMMANDS = ("evaluation", "bench", "cli", "__main__")
 
 def _find_modules() -> dict[str, Path]:
     found = {}
-    packages = ("sgl_blend", "sgl_blend/evaluation", "sgl_blend/bench")
+    packages = ("sgl_blend", "sgl_blend/evaluation", "sgl_blend/bench", "sgl_blend/policies")
     for top in (*packages, "radix_ext", "scheduler", "kernels"):
         prefix = "sgl_blend" if top == "sgl_blend" else f"sgl_blend.{Path(top).name}"
         for path in sorted((ROOT / top).glob("*.py")):

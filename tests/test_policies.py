@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -10,10 +11,12 @@ from sgl_blend.policies import (
     EXACT,
     NAMED,
     POLICIES,
-    Score,
     keep_schedule,
     recompute_budget,
 )
+from sgl_blend.policies.deviation import k_deviation, v_deviation
+from sgl_blend.policies.query import question_attention
+from sgl_blend.policies.spec import Sees
 
 lengths = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 # Few distinct values, so that ties are the rule.
@@ -159,19 +162,19 @@ def test_a_larger_ratio_never_has_a_smaller_budget(
     assert 0 <= budgets[0] <= budgets[1] <= n
 
 
-def test_only_policies_that_rank_ask_for_scores() -> None:
-    assert {name: POLICIES[name].score for name in NAMED} == {
-        "hkvd": Score.V,
-        "hkvd-k": Score.K,
-        "gradual": Score.V,
-        "hybrid": Score.V,
-        "query-aware": Score.QUERY,
-        "edge": Score.NOTHING,
-        "first-k": Score.NOTHING,
-        "random": Score.NOTHING,
-        "none": Score.NOTHING,
-        "all": Score.NOTHING,
-        "oracle": Score.FULL,
+def test_only_policies_that_need_scores_see_anything() -> None:
+    assert {name: (POLICIES[name].sees, POLICIES[name].score) for name in NAMED} == {
+        "hkvd": (Sees.LAYER, v_deviation),
+        "hkvd-k": (Sees.LAYER, k_deviation),
+        "gradual": (Sees.LAYER, v_deviation),
+        "hybrid": (Sees.LAYER, v_deviation),
+        "query-aware": (Sees.LAYER, question_attention),
+        "edge": (Sees.NOTHING, None),
+        "first-k": (Sees.NOTHING, None),
+        "random": (Sees.NOTHING, None),
+        "none": (Sees.NOTHING, None),
+        "all": (Sees.NOTHING, None),
+        "oracle": (Sees.PREFILL, v_deviation),
     }
 
 
@@ -182,13 +185,7 @@ def test_every_policy_that_drops_rows_has_an_exact_twin_for_evaluation_only() ->
         twin, policy = POLICIES[name], POLICIES[name.removeprefix(EXACT)]
         assert twin.evaluation_only
         assert twin.true_kv
-        assert (twin.score, twin.rank, twin.fixed_ratio, twin.gradual, twin.skips_full_layers) == (
-            policy.score,
-            policy.rank,
-            policy.fixed_ratio,
-            policy.gradual,
-            policy.skips_full_layers,
-        )
+        assert replace(twin, evaluation_only=False, true_kv=False) == policy
 
 
 def test_hybrid_takes_heads_of_chunks_and_then_what_deviates_most() -> None:

@@ -9,15 +9,15 @@ ROOT = Path(__file__).parents[1]
 
 def main(wheel: str) -> int:
     names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {top: top for top in ("sgl_blend", "sgl_blend/evaluation", "sgl_blend/bench")} | {
+    sources = {"sgl_blend": "sgl_blend"} | {
         top: f"sgl_blend/{top}" for top in ("radix_ext", "scheduler", "kernels")
     }
-    missing = [
-        f"{target}/{path.name}"
+    modules = [
+        f"{target}/{path.relative_to(ROOT / top).as_posix()}"
         for top, target in sources.items()
-        for path in sorted((ROOT / top).glob("*.py"))
-        if f"{target}/{path.name}" not in names
+        for path in sorted((ROOT / top).rglob("*.py"))  # follows no links
     ]
+    missing = [name for name in modules if name not in names]
     top_level = {name.split("/")[0] for name in names}
     strangers = {name for name in top_level if not name.startswith("sgl_blend")}
     if missing or strangers:

@@ -137,8 +137,9 @@ def split(num_prompts: int) -> int:
 def is_no_weaker(row: Row, default: Row) -> bool:
     """Tell whether a setting is the server's default or one like it that computes more."""
     costs = row.layer_rows_share, default.layer_rows_share
+    policy, known = POLICIES[row.policy], POLICIES[default.policy]
     return row == default or (
-        POLICIES[row.policy].score is POLICIES[default.policy].score
+        (policy.sees, policy.score) == (known.sees, known.score)
         and (row.check_layer or 0) >= (default.check_layer or 0)
         and row.ratio >= default.ratio
         and None not in costs
