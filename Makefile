@@ -25,12 +25,11 @@ $(READY): pyproject.toml
 	$(PY) -m pip install -e ".[sglang,eval,bench]" --group test --group lint --group demo
 	touch $@
 else
-$(READY): requirements/cpu.lock tools/torchvision_cpu_shim.py pyproject.toml
+$(READY): requirements/cpu.lock pyproject.toml tools/cpu_platform/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --no-deps $(TORCH_PIP_ARGS)
 	$(PY) -m pip install --quiet --no-deps -r requirements/cpu.lock
-	$(PY) -m pip install --quiet --no-deps -e .
-	install -m 644 tools/torchvision_cpu_shim.py "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')"
+	$(PY) -m pip install --quiet --no-deps -e . -e tools/cpu_platform
 	echo "import torchvision_cpu_shim" > "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')/torchvision_cpu_shim.pth"
 	touch $@
 endif

@@ -1,7 +1,7 @@
 """What the installed plugin costs while blending is off: law L8, in time.
 
 Two real servers at the same time (asleep when idle), one with the plugin and without --enable-blend,
-one that loads no plugin but the CPU platform (SGLANG_PLUGINS=sgl_blend_cpu). The same fresh prompts go
+one that runs no line of sgl-blend (SGLANG_PLUGINS leaves it out). The same fresh prompts go
 to both in turns, which one first changes from pair to pair, and the servers are started anew in every
 round, in alternating order. Two figures, each stock's time over the other's, so 1 is equal and less is
 slower:
@@ -31,10 +31,9 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from cold import measure  # noqa: E402
 from material import Material, Recipe, prepare  # noqa: E402
 
-from sgl_blend.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
+from sgl_blend.bench.server import KEEP_MEMORY, Server, running, stock_environment  # noqa: E402
 from sgl_blend.evaluation.report import describe_machine  # noqa: E402
 
-WITHOUT = ("SGLANG_PLUGINS=sgl_blend_cpu",)
 PROMPT_TOKENS = 700
 BATCH = 8
 BOUND = 0.99
@@ -105,7 +104,7 @@ def main() -> int:
     for number in range(args.rounds):
         with ExitStack() as stack:
             started: dict[str, Server] = {}
-            names = {"without": (*KEEP_MEMORY, *WITHOUT), "with": KEEP_MEMORY}
+            names = {"without": (*KEEP_MEMORY, *stock_environment()), "with": KEEP_MEMORY}
             for name in list(names) if number % 2 == 0 else list(names)[::-1]:
                 server = running(
                     material.model, [], logs / f"off-{name}.log", environment=names[name]

@@ -18,7 +18,7 @@ class Refusal:
     """A server setting that excludes blending.
 
     Attributes:
-        flag: The flag to change.
+        flag: The flag to change, or NAME=VALUE of the environment variable.
         applies: Tells from SGLang's ServerArgs whether it is set.
         why: Completes the sentence "is not supported with enable_blend: ...".
     """
@@ -35,6 +35,14 @@ def _is_set(name: str) -> Callable[[Any], bool]:
 def _above_one(name: str) -> Callable[[Any], bool]:
     return lambda args: (getattr(args, name, None) or 1) > 1
 
+
+def _rust_server_is_on() -> bool:
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_RUST_SERVER.get())
+
+
+_NO_CHECKS = "it replaces the process in which requests are checked"
 
 REFUSALS = (
     Refusal(
@@ -115,7 +123,12 @@ REFUSALS = (
     Refusal(
         "--tokenizer-worker-num", _above_one("tokenizer_worker_num"), "its workers load no plugins"
     ),
+    Refusal("--smg-grpc-mode", _is_set("smg_grpc_mode"), _NO_CHECKS),
+    Refusal("--grpc-mode", _is_set("grpc_mode"), _NO_CHECKS),
+    Refusal("SGLANG_RUST_SERVER=1", lambda args: _rust_server_is_on(), _NO_CHECKS),
 )
+"""Flags, and one environment variable. SGLang's native gRPC port (--grpc-port) is served: its requests
+go through the same checks as HTTP requests."""
 
 
 @dataclass(frozen=True, slots=True)

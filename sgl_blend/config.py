@@ -42,7 +42,7 @@ _HELP = {
     "blend_canary_rate": "Share of the blended requests, in [0, 1], that is prefilled in full as "
     "well when nobody waits, to compare the first token's distribution; 0: none.",
     "blend_when": "faster: only where this machine's own times, measured at start, say that it wins; "
-    "always: whenever a chunk is stored. With --blend-on-miss build it is always always.",
+    "always: whenever a chunk is stored. With --blend-on-miss build, always is what holds.",
     "blend_attention": "What attends for the rows that are left: flashinfer, triton (both CUDA only), "
     "torch; auto: the one that a trial at start finds fastest.",
     "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill batch: more "

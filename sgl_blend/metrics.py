@@ -35,7 +35,7 @@ class BlendMetrics:
         """Count one request whose prefill is done."""
         counts = {name: int(report[name]) for name in _COUNTED}
         counts["requests"] = 1
-        counts["blended"] = int(report["fallback"] is None)
+        counts["blended"] = int(counts["reused_tokens"] > 0)
         self.totals.update(counts)
         if report["fallback"] is not None:
             self.fallbacks[report["fallback"]] += 1
@@ -123,7 +123,7 @@ class _PrometheusCounters:
             name: PrometheusCounter(f"sgl_blend:{name}_total", text, names)
             for name, text in {
                 "requests": "Requests whose prefill is done.",
-                "blended": "Requests that reused chunk KV.",
+                "blended": "Requests that took chunk KV as it was.",
                 "prompt_tokens": "Prompt tokens, separators not counted.",
                 "prefix_tokens": "Prompt tokens whose exact KV was in the cache.",
                 "reused_tokens": "Prompt tokens whose chunk KV was taken as it was.",

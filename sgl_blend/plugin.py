@@ -27,7 +27,7 @@ from sgl_blend.profile import check_architecture, load_profile, quality_of
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.ranks import Ranks
-from sgl_blend.rope import check_rotation, read_rotation, rotation_errors, settled_errors
+from sgl_blend.rope import check_rotation, read_rotation, rotation_errors
 from sgl_blend.scheduler import hooks
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.builds import ChunkBuilder
@@ -235,16 +235,14 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     Raises:
         BlendError: The model, its KV pool or the separator cannot serve blending.
     """
+    check_server_args(scheduler.server_args)  # once more: a front end of its own may skip the first
     runner = scheduler.tp_worker.model_runner
     check_model(runner.model)
     check_runner(runner, config.blend_check_layer)
     layers = decoder_layers(runner.model)
     check_layers(layers)
     rotation = read_rotation(layers)
-    num_positions = runner.model_config.context_len
-    errors = settled_errors(
-        lambda: rotation_errors(rotation, runner.dtype, num_positions), runner.dtype
-    )
+    errors = rotation_errors(rotation, runner.dtype, runner.model_config.context_len)
     if not config.blend_eval:  # an evaluation is to see how wrong it is
         check_rotation(errors, runner.dtype)
     model_architecture = architecture(runner.model_config.hf_config.to_dict())

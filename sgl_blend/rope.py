@@ -1,7 +1,5 @@
 """The model's own rotary embedding: read once, accepted if it is understood, and checked by numbers."""
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +7,6 @@ import torch
 
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import delta_rope_tables, rotate_keys
-
-logger = logging.getLogger(__name__)
 
 _STATIC_KINDS = (
     "RotaryEmbedding",
@@ -108,26 +104,6 @@ def rotation_errors(rotation: Rotation, dtype: torch.dtype, num_positions: int) 
         moved = rotate_keys(stored, cos, sin, neox=rotation.neox).double()
         true = rotated(old + delta).double()
         errors[delta] = float((moved - true).norm() / true.norm())
-    return errors
-
-
-def settled_errors(measure: Callable[[], dict[int, float]], dtype: torch.dtype) -> dict[int, float]:
-    """Measure rotation errors, once more if they are beyond the bound.
-
-    A wrong rotation is wrong every time. One start among some thousands, on a machine under heavy
-    load, measured an error of 3e-5 that never came again; that must not keep a server from starting.
-
-    Args:
-        measure: Returns what ``rotation_errors`` does.
-        dtype: The model's.
-    """
-    errors = measure()
-    try:
-        check_rotation(errors, dtype)
-    except UnsupportedError:
-        again = measure()
-        logger.warning("sgl-blend: rotation errors %s, measured again: %s", errors, again)
-        return again
     return errors
 
 

@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import random
+import sys
 import time
 import traceback
 from array import array
@@ -137,6 +138,8 @@ class Driver:
             self._sinks.append(sink)
         self.scheduler = _start_scheduler(server_args, ports, rank)
         torch.set_num_threads(1)  # SGLang took all; tiny matrices only wait for each other
+        self.modules_of_ours = [name for name in sys.modules if name.startswith("sgl_blend")]
+        """What of sgl-blend SGLang has loaded; later calls of a test load more."""
         runtime = getattr(self.scheduler, "sgl_blend", None)
         owners = () if runtime is None else (runtime.builder, runtime.canary)
         self._internal = tuple(owner.rid_prefix for owner in owners if owner is not None)

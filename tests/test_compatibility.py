@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
 from sgl_blend.compatibility import (
@@ -41,7 +42,12 @@ VALUES = {
     "--tokenizer-worker-num": "2",
 }
 
+FLAGS = [refusal for refusal in REFUSALS if refusal.flag.startswith("--")]
+VARIABLES = [refusal for refusal in REFUSALS if refusal not in FLAGS]
+
 each_refusal = pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: str(refusal.flag))
+each_flag = pytest.mark.parametrize("refusal", FLAGS, ids=lambda refusal: str(refusal.flag))
+each_variable = pytest.mark.parametrize("refusal", VARIABLES, ids=lambda refusal: str(refusal.flag))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +71,7 @@ class Recorder:
         self.asked.add(name)
 
 
-@each_refusal
+@each_flag
 def test_the_flag_exists_and_setting_it_is_refused_by_name(
     refusal: Refusal, parser: argparse.ArgumentParser
 ) -> None:
@@ -80,7 +86,19 @@ def test_the_flag_exists_and_setting_it_is_refused_by_name(
     assert str(caught.value).endswith(refusal.why)
 
 
-@each_refusal
+@each_variable
+def test_the_variable_exists_and_setting_it_is_refused_by_name(
+    refusal: Refusal, parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, value = refusal.flag.split("=")
+    assert hasattr(envs, name)
+    monkeypatch.setenv(name, value)
+
+    with pytest.raises(UnsupportedError, match=f"^{refusal.flag} is not supported"):
+        check_server_args(parse(parser))
+
+
+@each_flag
 def test_the_attribute_it_reads_exists(refusal: Refusal) -> None:
     # getattr with a default hides a renamed field: the refusal would be disarmed without a word.
     recorder = Recorder()

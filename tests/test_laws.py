@@ -27,6 +27,7 @@ from sparse_path import (
 )
 from tiny_models import NUM_LAYERS
 
+from sgl_blend.bench.server import stock_environment
 from sgl_blend.policies import NAMED, POLICIES, recompute_budget
 from sgl_blend.policies.spec import Sees
 
@@ -563,8 +564,10 @@ def test_l8_with_blend_off_nothing_is_attached_and_answers_are_stock(
     start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     off = start_engine(enable_blend=False)
-    monkeypatch.setenv("SGLANG_PLUGINS", "sgl_blend_cpu")
+    monkeypatch.setenv(*stock_environment()[0].split("="))
     stock = start_engine(enable_blend=None)
+    assert off.call(_modules_of_ours)
+    assert stock.call(_modules_of_ours) == [], "the stock engine runs lines of ours"
     prompts = [Prompt([SYSTEM, CHUNKS[i], QUESTION], max_new_tokens=5, salt="a") for i in range(4)]
 
     with_plugin = off.ask(*prompts)
@@ -573,6 +576,10 @@ def test_l8_with_blend_off_nothing_is_attached_and_answers_are_stock(
     assert off.call(_attached) == []
     assert [a.logprobs for a in with_plugin] == [a.logprobs for a in without]
     assert all(answer.report == {} for answer in with_plugin)
+
+
+def _modules_of_ours(driver: Driver) -> list[str]:
+    return driver.modules_of_ours
 
 
 def _attached(driver: Driver) -> list[str]:

@@ -2,9 +2,13 @@
 
 import dataclasses
 import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, distribution
 from typing import Any
 
 import pytest
+import torch
 
 from sgl_blend.errors import UnsupportedError
 
@@ -82,3 +86,49 @@ def test_the_engine_refuses_to_blend_without_its_hooks(patched: set[str]) -> Non
         server_args(model_path="m", enable_blend=True)
 
     assert made == []
+
+
+# --- the CPU platform ---
+
+
+def test_the_wheel_brings_no_platform() -> None:
+    groups = {entry.group for entry in distribution("sgl-blend").entry_points}
+    assert groups == {"console_scripts", "sglang.srt.plugins"}
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the platform is for the CPU")
+def test_the_cpu_platform_steps_back_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    platform = pytest.importorskip("sglang_torch_cpu")
+    assert platform.activate() == "sglang_torch_cpu.TorchCpuPlatform"
+
+    with monkeypatch.context() as patch:
+        patch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        assert platform.activate() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        assert platform.activate() is None
+    with monkeypatch.context() as patch:
+        other = EntryPoint("other", "another.platform:activate", "sglang.srt.platforms")
+        patch.setattr(platform, "entry_points", lambda group: [other])
+        assert platform.activate() is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the platform is for the CPU")
+def test_vector_functions_are_first_called_on_one_thread() -> None:
+    # Forked from this process, a child would have called them; so a fresh one counts torch's calls.
+    code = (
+        "import torch, sglang_torch_cpu\n"
+        "from torch.utils._python_dispatch import TorchDispatchMode\n"
+        "class Calls(TorchDispatchMode):\n"
+        "    def __torch_dispatch__(self, call, types, args=(), kwargs=None):\n"
+        "        print(call, args[0].numel() if isinstance(args[0], torch.Tensor) else 0)\n"
+        "        return call(*args, **(kwargs or {}))\n"
+        "with Calls():\n"
+        "    sglang_torch_cpu.activate()\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    for name in ("cos", "sin", "exp"):
+        assert told.count(f"aten.{name}.default 1") == 2, told

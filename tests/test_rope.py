@@ -14,7 +14,6 @@ from sgl_blend.rope import (
     check_rotation,
     read_rotation,
     rotation_errors,
-    settled_errors,
 )
 
 LLAMA3 = {
@@ -199,10 +198,3 @@ def test_neighbours_taken_for_halves_are_refused() -> None:
 def test_an_error_that_is_no_number_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="moved by 7 tokens are off by nan"):
         check_rotation({7: float("nan")}, torch.float32)
-
-
-def test_a_measurement_that_does_not_come_again_is_not_held_against_a_model() -> None:
-    once, always = iter([{1: 3e-5}, {1: 1e-7}]), {1: 3e-5}
-    assert settled_errors(lambda: next(once), torch.float32) == {1: 1e-7}
-    with pytest.raises(UnsupportedError, match="moved by 1 tokens are off by 3"):
-        check_rotation(settled_errors(lambda: always, torch.float32), torch.float32)

@@ -7,15 +7,12 @@ from pathlib import Path
 
 import torch
 
-from sgl_blend.bench.server import KEEP_MEMORY, Server, launched
+from sgl_blend.bench.server import KEEP_MEMORY, Server, launched, stock_environment
 
 NAMES = ("stock", "blend")
 
 BLEND_FLAGS = ("--enable-blend", "--blend-when", "always")
 """By default a server blends only where its own times say that it wins: a benchmark wants to see."""
-
-_STOCK = ("SGLANG_PLUGINS=sgl_blend_cpu",)
-"""Load no plugin but the platform without which SGLang does not serve on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ def both(settings: ServerSettings, logs: Path) -> Iterator[Pair]:
     with ExitStack() as stack:
         flags = settings.common_flags(num_tokens)
         stock = stack.enter_context(
-            launched(settings.model, flags, logs / "stock.log", (*memory, *_STOCK))
+            launched(settings.model, flags, logs / "stock.log", (*memory, *stock_environment()))
         )
         if on_gpu:
             num_tokens = _count_tokens(stock.wait())

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ KEEP_MEMORY = (
 
 Without them page faults make two equal servers on a CPU differ by 10 % for as long as they live.
 """
+
+
+def stock_environment() -> tuple[str, ...]:
+    """Return the settings of a server that loads every installed plugin of SGLang but this one."""
+    groups = ("sglang.srt.plugins", "sglang.srt.platforms")
+    names = [entry.name for group in groups for entry in entry_points(group=group)]
+    others = sorted(set(names) - {"sgl_blend"})
+    return (f"SGLANG_PLUGINS={','.join(others) or 'none'}",)  # an empty list would mean all
 
 
 class ServerError(CommandError):

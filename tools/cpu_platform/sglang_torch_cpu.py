@@ -3,8 +3,13 @@
 SGLang's in-tree CPU engine wants AMX and its own compiled kernels. As an out-of-tree platform the
 stock engine takes its generic torch paths instead, which run anywhere. Slow, exact, and enough to
 develop, test and try sgl-blend on a laptop.
+
+This is a distribution of its own. Whoever installs it asks for this platform; sgl-blend itself brings
+no platform.
 """
 
+import os
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -12,29 +17,38 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-_CLASS_PATH = "sgl_blend.cpu_platform.TorchCpuPlatform"
+_CLASS_PATH = "sglang_torch_cpu.TorchCpuPlatform"
 
 
 def activate() -> str | None:
-    """Return the platform's class path, or None where an accelerator should serve instead.
+    """Return the platform's class path, or None where another one should serve.
 
-    SGLang calls this from its ``sglang.srt.platforms`` entry points and accepts one active
-    platform; it steps back for CUDA, ROCm, XPU and NPU.
+    SGLang calls this from its ``sglang.srt.platforms`` entry points and accepts one active platform.
+    This one steps back for every accelerator that torch knows, for SGLang's own CPU engine, and for
+    every other platform that is installed.
     """
-    accelerators = [torch.cuda.is_available(), torch.xpu.is_available()]
-    npu = getattr(torch, "npu", None)
-    if npu is not None:
-        accelerators.append(npu.is_available())
-    return None if any(accelerators) or _another_platform_is_installed() else _CLASS_PATH
+    _resolve_vector_kernels()
+    in_tree = os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1"
+    if in_tree or torch.accelerator.is_available() or _another_platform_is_installed():
+        return None
+    return _CLASS_PATH
+
+
+def _resolve_vector_kernels() -> None:
+    """Call torch's vectorised functions once on one thread, before a first call runs on several.
+
+    MKL 2024.2, which torch's wheels link, looks for the kernel of a function on its first call. If that
+    call runs on several threads at once, one of them may take a kernel of low accuracy for its share
+    (pytorch/pytorch#188792). One start among thousands so had a rotary table that was off by 3e-5.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in (torch.cos, torch.sin, torch.tanh, torch.exp, torch.log, torch.sqrt):
+            function(one)
 
 
 def _another_platform_is_installed() -> bool:
-    from importlib.metadata import entry_points
-
-    return any(
-        not entry.value.startswith("sgl_blend.")
-        for entry in entry_points(group="sglang.srt.platforms")
-    )
+    return any(entry.module != __name__ for entry in entry_points(group="sglang.srt.platforms"))
 
 
 class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
