@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from harness import Driver, Engine, Prompt  # noqa: E402
 from tiny_models import make_slim_model  # noqa: E402
 
-from sgl_blend.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.commands.evaluation.report import describe_machine  # noqa: E402
 from sgl_blend.radix_ext.chunk_store import ChunkKey  # noqa: E402
 
 SYSTEM_TOKENS = 200
@@ -77,7 +77,7 @@ def store_chunks(driver: Driver, system: array[int], count: int, length: int) ->
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-    from sgl_blend import sglang_adapter
+    from sgl_blend.engine import adapter as sglang_adapter
 
     tree = driver.scheduler.tree_cache
     allocator = driver.scheduler.token_to_kv_pool_allocator

@@ -18,9 +18,9 @@ from typing import Any
 
 import msgspec
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.request import Span
-from sgl_blend.sglang_tree import find_branch, make_check
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.tree_branch import find_branch, make_check
+from sgl_blend.protocol.request import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,10 @@ request does not fit beside its locked chunks, the locks go back and it is admit
 from dataclasses import replace
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.cost_model import CostModel
+from sgl_blend.engine import adapter as sglang
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.phases import Phase, phase
-from sgl_blend.plan import BlendPlan, LayerSplit, ReusedSpan
+from sgl_blend.fusion.phases import Phase, phase
+from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan
 from sgl_blend.policies import POLICIES
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
@@ -20,6 +19,7 @@ from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.tuning.cost_model import CostModel
 
 _REFUNDED = "sgl_blend_refunded"
 """Attribute of SGLang's PrefillAdder: tokens given back to the batch that it puts together."""

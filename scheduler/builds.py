@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend import sglang_orders
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine import orders as sglang_orders
+from sgl_blend.engine.tp_group import Ranks
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.ranks import Ranks
 from sgl_blend.scheduler.build_budget import BuildBudget
 from sgl_blend.scheduler.build_queue import BuildQueue
 from sgl_blend.scheduler.build_steps import BuildStep, StepPlanner

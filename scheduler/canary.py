@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from sgl_blend import sglang_adapter as sglang
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.tp_group import Ranks
 from sgl_blend.metrics import CanaryMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkStore
-from sgl_blend.ranks import Ranks
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder
 from sgl_blend.scheduler.internal_requests import new_internal_request, secret_rid_prefix
 from sgl_blend.scheduler.request_state import RequestState

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
-from sgl_blend import sglang_orders
+from sgl_blend.engine import orders as sglang_orders
 from sgl_blend.scheduler.request_state import ATTRIBUTE, RequestState, state_of
 from sgl_blend.scheduler.runtime import BlendRuntime
 

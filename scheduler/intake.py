@@ -4,13 +4,10 @@ import itertools
 from array import array
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.config import BlendConfig
+from sgl_blend.engine import adapter as sglang
 from sgl_blend.errors import RequestError
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.namespaces import rejected_salt
-from sgl_blend.radix_ext.chunk_store import ChunkKey
-from sgl_blend.request import (
+from sgl_blend.protocol.request import (
     ChunkedPrompt,
     Overrides,
     Span,
@@ -18,9 +15,12 @@ from sgl_blend.request import (
     locate_chunks,
     parse_overrides,
 )
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.radix_ext.namespaces import rejected_salt
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.settings.config import BlendConfig
 
 _NUM_SINKS = 4
 """Tokens in front of a chunk that take the attention sink and are thrown away (EPIC's LegoLink-0)."""

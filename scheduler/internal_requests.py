@@ -7,8 +7,8 @@ import sys
 from array import array
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.ranks import Ranks
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.tp_group import Ranks
 
 
 def secret_rid_prefix(kind: str, ranks: Ranks) -> str:

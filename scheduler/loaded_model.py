@@ -3,10 +3,10 @@
 import logging
 import secrets
 
-from sgl_blend.config import BlendConfig
-from sgl_blend.namespaces import ModelFingerprint, blend_salt, chunk_salt, fingerprint
-from sgl_blend.profile import NOT_JUDGED
-from sgl_blend.ranks import Ranks
+from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.radix_ext.namespaces import ModelFingerprint, blend_salt, chunk_salt, fingerprint
+from sgl_blend.settings.config import BlendConfig
+from sgl_blend.settings.preset import NOT_JUDGED
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.plan import ReusedSpan
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.fusion.plan import ReusedSpan
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.late_uses import LateUses
 from sgl_blend.scheduler.request_state import RequestState

@@ -6,12 +6,12 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
+from sgl_blend.engine import adapter as sglang
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.namespaces import ModelFingerprint
-from sgl_blend.plan import BlendPlan, LayerSplit, Window
+from sgl_blend.fusion.plan import BlendPlan, LayerSplit, Window
+from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
-from sgl_blend.request import Span
+from sgl_blend.radix_ext.namespaces import ModelFingerprint
 from sgl_blend.scheduler.loaded_model import LoadedModel
 
 ATTRIBUTE = "sgl_blend"

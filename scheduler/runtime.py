@@ -4,11 +4,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend import sglang_orders
-from sgl_blend.fusor import Fusor
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine import orders as sglang_orders
+from sgl_blend.engine.forward import has_embeddings, join_outputs, take_requests
+from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.plan import Window
 from sgl_blend.metrics import BlendMetrics
-from sgl_blend.plan import Window
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.builds import ChunkBuilder, is_build
@@ -17,7 +18,6 @@ from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState, state_of
-from sgl_blend.sglang_forward import has_embeddings, join_outputs, take_requests
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sgl_blend.config import BlendConfig
+    from sgl_blend.client.chunks import chunk, configure, plain
     from sgl_blend.errors import BlendError, ConfigError, RequestError, UnsupportedError
-    from sgl_blend.frontend import chunk, configure, plain
+    from sgl_blend.settings.config import BlendConfig
 
 __all__ = [
     "BlendConfig",
@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "BlendConfig": "config",
+    "BlendConfig": "settings.config",
     **dict.fromkeys(("BlendError", "ConfigError", "RequestError", "UnsupportedError"), "errors"),
-    **dict.fromkeys(("chunk", "configure", "plain"), "frontend"),
+    **dict.fromkeys(("chunk", "configure", "plain"), "client.chunks"),
 }
 
 

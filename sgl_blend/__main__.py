@@ -2,7 +2,7 @@
 
 import sys
 
-from sgl_blend.cli import main
+from sgl_blend.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

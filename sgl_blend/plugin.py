@@ -12,22 +12,26 @@ from typing import Any
 
 import msgspec
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.attention_choice import choose_kernel
-from sgl_blend.compatibility import check_layers, check_model, check_runner, check_server_args
-from sgl_blend.config import BlendConfig, add_flags, settings_from_flags
-from sgl_blend.cost_model import CostModel, measure
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.compatibility import (
+    check_layers,
+    check_model,
+    check_runner,
+    check_server_args,
+)
+from sgl_blend.engine.forward import decoder_layers, layer_pools
+from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tree_branch import eviction_targets, reset_targets
 from sgl_blend.errors import ConfigError, UnsupportedError
-from sgl_blend.fusor import Fusor
-from sgl_blend.gate import RequestGate, check_preferred
+from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.plan import LayerSplit
+from sgl_blend.fusion.rotation import check_rotation, read_rotation, rotation_errors
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
-from sgl_blend.namespaces import ModelFingerprint, architecture, fingerprint
-from sgl_blend.plan import LayerSplit
-from sgl_blend.profile import check_architecture, load_profile, quality_of
+from sgl_blend.protocol.gate import RequestGate, check_preferred
+from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.ranks import Ranks
-from sgl_blend.rope import check_rotation, read_rotation, rotation_errors
+from sgl_blend.radix_ext.namespaces import ModelFingerprint, architecture, fingerprint
 from sgl_blend.scheduler import hooks
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.builds import ChunkBuilder
@@ -35,10 +39,11 @@ from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.runtime import BlendRuntime
-from sgl_blend.separator import Separator, find_separator, seam_warning
-from sgl_blend.sglang_forward import decoder_layers, layer_pools
-from sgl_blend.sglang_tree import eviction_targets, reset_targets
-from sgl_blend.trial import run_trial
+from sgl_blend.settings.config import BlendConfig, add_flags, settings_from_flags
+from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
+from sgl_blend.tuning.cost_model import CostModel, measure
+from sgl_blend.tuning.kernel_choice import choose_kernel
+from sgl_blend.tuning.trial import run_trial
 
 logger = logging.getLogger(__name__)
 

@@ -168,7 +168,7 @@ class Driver:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        from sgl_blend import sglang_adapter
+        from sgl_blend.engine import adapter as sglang_adapter
 
         self._serial += 1
         rid = f"test-{self._serial}"
@@ -325,7 +325,7 @@ class Driver:
 
     def kv(self, tokens: list[int], salt: str | None) -> list[Any]:
         """Return copies of (K, V) of every layer for a path that must be stored completely."""
-        from sgl_blend import sglang_adapter
+        from sgl_blend.engine import adapter as sglang_adapter
 
         tree = self.scheduler.tree_cache
         match = sglang_adapter.match(tree, array("q", tokens), salt=salt, extra_key=None)
@@ -342,7 +342,7 @@ class Driver:
 
     def slots_of(self, tokens: list[int], salt: str | None) -> list[int]:
         """Return the slots of a path that must be stored completely; it counts as used."""
-        from sgl_blend import sglang_adapter
+        from sgl_blend.engine import adapter as sglang_adapter
 
         tree = self.scheduler.tree_cache
         match = sglang_adapter.match(tree, array("q", tokens), salt=salt, extra_key=None)
@@ -350,7 +350,7 @@ class Driver:
         return [int(slot) for slot in match.slots]
 
     def chunk_salt(self, client_salt: str | None = None) -> str:
-        from sgl_blend.namespaces import chunk_salt
+        from sgl_blend.radix_ext.namespaces import chunk_salt
 
         return chunk_salt(self.runtime.describe()["model_fingerprint"], client_salt)
 
@@ -360,7 +360,7 @@ class Engine:
 
     def __init__(self, model: Path, *, rank: int = 0, wait: bool = True, **settings: Any) -> None:
         # Here, not in the worker: a stock one has nothing of sgl-blend.
-        from sgl_blend.bench.ports import reserve_port
+        from sgl_blend.commands.bench.ports import reserve_port
 
         settings = {"model_path": str(model), "nccl_port": reserve_port(), **settings}
         context = multiprocessing.get_context("spawn")
@@ -415,7 +415,7 @@ class Ranks:
     """The workers of one tensor-parallel engine, which must do everything together."""
 
     def __init__(self, model: Path, size: int, **settings: Any) -> None:
-        from sgl_blend.bench.ports import reserve_port
+        from sgl_blend.commands.bench.ports import reserve_port
 
         together = {"tp_size": size, "nccl_port": reserve_port(), **settings}
         self.engines = [Engine(model, rank=rank, wait=False, **together) for rank in range(size)]

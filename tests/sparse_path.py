@@ -154,7 +154,7 @@ def _store_true_kv(
     driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[int], nan_layer: int | None
 ) -> None:
     """Overwrite the stored KV of a request's chunks."""
-    from sgl_blend import sglang_adapter
+    from sgl_blend.engine import adapter as sglang_adapter
 
     tree = driver.scheduler.tree_cache
     runner = driver.scheduler.tp_worker.model_runner
@@ -211,7 +211,7 @@ def _rotated(k: torch.Tensor, turn: torch.Tensor, *, neox: bool) -> torch.Tensor
 @contextmanager
 def _watched_reductions() -> Iterator[list[tuple[int, int]]]:
     """Note how many rows every selection finds and leaves."""
-    from sgl_blend.attention import BlendAttention
+    from sgl_blend.fusion.attention import BlendAttention
 
     seen: list[tuple[int, int]] = []
     original = BlendAttention._reduce
@@ -235,8 +235,8 @@ class _Eager(int):
 @contextmanager
 def _all_rows_kept() -> Iterator[None]:
     """Let every request with chunks select in all layers that may, and keep all its rows."""
-    from sgl_blend.fusor import Fusor
-    from sgl_blend.plan import LayerSplit, Window
+    from sgl_blend.fusion.fusor import Fusor
+    from sgl_blend.fusion.plan import LayerSplit, Window
 
     original = Fusor._candidates
 

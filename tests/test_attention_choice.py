@@ -5,10 +5,10 @@ import torch
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver
 
-from sgl_blend.attention_choice import choose_kernel
+from sgl_blend.engine.tp_group import Ranks
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import LayerPools
-from sgl_blend.ranks import Ranks
+from sgl_blend.tuning.kernel_choice import choose_kernel
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 

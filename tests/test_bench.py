@@ -17,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import run_program
 
-from sgl_blend.bench.cases import PAPER, make_case, make_cases
-from sgl_blend.bench.client import Reply
-from sgl_blend.bench.prompts import Library, to_body
-from sgl_blend.bench.report import (
+from sgl_blend.commands.bench.cases import PAPER, make_case, make_cases
+from sgl_blend.commands.bench.client import Reply
+from sgl_blend.commands.bench.prompts import Library, to_body
+from sgl_blend.commands.bench.report import (
     Circumstances,
     TtftReport,
     errors,
     make_ttft_table,
 )
-from sgl_blend.bench.shapes import SHAPES, read_shape, write_shape
-from sgl_blend.bench.throughput import (
+from sgl_blend.commands.bench.shapes import SHAPES, read_shape, write_shape
+from sgl_blend.commands.bench.throughput import (
     Load,
     Point,
     conclude,
@@ -36,11 +36,11 @@ from sgl_blend.bench.throughput import (
     find_rate_at,
     next_rate,
 )
-from sgl_blend.bench.ttft import TtftRow, find_shortfall, summarise
-from sgl_blend.cli import main
-from sgl_blend.evaluation.bootstrap import mean_interval, median_interval
-from sgl_blend.evaluation.report import describe_machine, to_json, without_folders
-from sgl_blend.plan import LayerSplit
+from sgl_blend.commands.bench.ttft import TtftRow, find_shortfall, summarise
+from sgl_blend.commands.cli import main
+from sgl_blend.commands.common.bootstrap import mean_interval, median_interval
+from sgl_blend.commands.evaluation.report import describe_machine, to_json, without_folders
+from sgl_blend.fusion.plan import LayerSplit
 
 LIMIT = {"system_tokens": 20, "question_tokens": 10}
 
@@ -401,7 +401,7 @@ def test_the_help_needs_none_of_the_packages(what: str) -> None:
         "import sys\n"
         "for name in ('rich', 'httpx', 'matplotlib', 'sglang', 'transformers'):\n"
         "    sys.modules[name] = None\n"
-        "from sgl_blend.cli import main\n"
+        "from sgl_blend.commands.cli import main\n"
         f"main(['bench', '{what}', '--help'])\n"
     )
     done = subprocess.run(

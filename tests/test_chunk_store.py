@@ -83,7 +83,7 @@ def _look_up(driver: Driver, prefix: int) -> list[int]:
 
 
 def _find(driver: Driver, name: Name) -> int:
-    from sgl_blend.request import Span
+    from sgl_blend.protocol.request import Span
 
     hit = _store(driver).find(_key(driver, name), Span(0, len(CHUNKS[name])))
     return 0 if hit is None else int(hit.num_tokens)
@@ -94,7 +94,7 @@ def _touch(driver: Driver, name: Name) -> None:
 
 
 def _lock(driver: Driver, name: Name) -> None:
-    from sgl_blend.request import Span
+    from sgl_blend.protocol.request import Span
 
     held = driver.__dict__.setdefault("held", {})
     hit = _store(driver).find(_key(driver, name), Span(0, len(CHUNKS[name])))

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 from tiny_models import NUM_LAYERS, make_model
 
-from sgl_blend.cli import main
-from sgl_blend.config import BlendConfig
+from sgl_blend.commands.cli import main
+from sgl_blend.commands.common.arguments import print_line
+from sgl_blend.commands.evaluation.evaluate import Settings
 from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.arguments import print_line
-from sgl_blend.evaluation.evaluate import Settings
+from sgl_blend.settings.config import BlendConfig
 
 LINE = json.dumps({"chunks": ["a"], "question": "?", "answer": "b"})
 
@@ -113,7 +113,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Settings:
         found.append(settings)
         raise CommandError("enough")
 
-    monkeypatch.setattr("sgl_blend.evaluation.evaluate.evaluate", stop)
+    monkeypatch.setattr("sgl_blend.commands.evaluation.evaluate.evaluate", stop)
     assert main(["eval", "--model-path", "m", *arguments]) == 2
     (settings,) = found
     return settings
@@ -172,7 +172,7 @@ def test_the_help_needs_none_of_the_packages() -> None:
         "import sys\n"
         "for name in ('rich', 'rouge_score', 'matplotlib', 'sglang', 'transformers'):\n"
         "    sys.modules[name] = None\n"
-        "from sgl_blend.cli import main\n"
+        "from sgl_blend.commands.cli import main\n"
         "main(['eval', '--help'])\n"
     )
     done = subprocess.run(

@@ -11,7 +11,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
 
-from sgl_blend.compatibility import (
+from sgl_blend.engine.compatibility import (
     REFUSALS,
     SERVED,
     Refusal,

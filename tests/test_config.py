@@ -11,7 +11,10 @@ from hypothesis import strategies as st
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
-from sgl_blend.config import (
+from sgl_blend.errors import ConfigError
+from sgl_blend.policies import POLICIES
+from sgl_blend.radix_ext.namespaces import architecture
+from sgl_blend.settings.config import (
     ENV_VAR,
     ON_MISS,
     BlendConfig,
@@ -20,10 +23,7 @@ from sgl_blend.config import (
     check_ratio,
     settings_from_flags,
 )
-from sgl_blend.errors import ConfigError
-from sgl_blend.namespaces import architecture
-from sgl_blend.policies import POLICIES
-from sgl_blend.profile import (
+from sgl_blend.settings.preset import (
     FORMAT,
     NOT_JUDGED,
     PACKAGE,

@@ -7,8 +7,8 @@ import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, rag_prompt, random_tokens
 
-from sgl_blend.cost_model import ROWS, CostModel, Times
-from sgl_blend.plan import LayerSplit
+from sgl_blend.fusion.plan import LayerSplit
+from sgl_blend.tuning.cost_model import ROWS, CostModel, Times
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sgl_blend.evaluation.answers import exact_match, normalise, rouge_l, token_f1
+from sgl_blend.commands.evaluation.answers import exact_match, normalise, rouge_l, token_f1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sgl_blend.evaluation.bootstrap import mean_interval
+from sgl_blend.commands.common.bootstrap import mean_interval
 
 
 def test_the_interval_holds_the_true_mean_as_often_as_it_says() -> None:

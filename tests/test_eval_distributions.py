@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_blend.evaluation.distributions import FirstToken, kl_divergence
+from sgl_blend.commands.evaluation.distributions import FirstToken, kl_divergence
 
 
 def first_token(probabilities: list[float]) -> FirstToken:

@@ -132,9 +132,9 @@ def test_the_table_is_printed_and_the_plot_drawn(written: dict[str, Any]) -> Non
 BATCHES_PROGRAM = """
 import json, sys
 from pathlib import Path
-from sgl_blend.evaluation.converters import read_items
-from sgl_blend.evaluation.prompts import Templates, load_encoder, make_prompt
-from sgl_blend.evaluation.runner import BlendEngine
+from sgl_blend.commands.evaluation.converters import read_items
+from sgl_blend.commands.evaluation.prompts import Templates, load_encoder, make_prompt
+from sgl_blend.commands.evaluation.runner import BlendEngine
 
 def ask(engine, prompts, full):
     ids = [answer.first.token_ids for answer in full]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from sgl_blend.commands.evaluation.converters import FORMATS, read_items
+from sgl_blend.commands.evaluation.items import Item
 from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.converters import FORMATS, read_items
-from sgl_blend.evaluation.items import Item
 
 ITEM: dict[str, Any] = {
     "system": "Answer.",

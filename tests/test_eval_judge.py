@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.bootstrap import share_bounds
-from sgl_blend.evaluation.bundled import bundled_items
-from sgl_blend.evaluation.judge import (
+from sgl_blend.commands.common.bootstrap import share_bounds
+from sgl_blend.commands.evaluation.bundled import bundled_items
+from sgl_blend.commands.evaluation.judge import (
     Bounds,
     cannot_tell,
     choose,
     is_no_weaker,
     split,
 )
-from sgl_blend.evaluation.prompts import Templates
-from sgl_blend.evaluation.verify import Plan, judge
-from sgl_blend.profile import PACKAGE
+from sgl_blend.commands.evaluation.prompts import Templates
+from sgl_blend.commands.evaluation.verify import Plan, judge
+from sgl_blend.errors import CommandError
+from sgl_blend.settings.preset import PACKAGE
 
 BOUNDS = Bounds(max_kl=0.1, min_top1=0.97)
 

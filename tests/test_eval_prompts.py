@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from sgl_blend.errors import CommandError
-from sgl_blend.evaluation.items import Item
-from sgl_blend.evaluation.prompts import (
+from sgl_blend.commands.evaluation.items import Item
+from sgl_blend.commands.evaluation.prompts import (
     TEMPLATE_FILE,
     Templates,
     find_templates,
     load_encoder,
     make_prompt,
 )
+from sgl_blend.errors import CommandError
 
 BOS = 1
 ITEM = Item(system="ab", chunks=("cde", "f"), question="gh", answers=("x",))

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from sgl_blend.evaluation.plot import draw, group_lines
-from sgl_blend.evaluation.report import (
+from sgl_blend.commands.evaluation.plot import draw, group_lines
+from sgl_blend.commands.evaluation.report import (
     Machine,
     Report,
     make_report,
@@ -17,7 +17,7 @@ from sgl_blend.evaluation.report import (
     to_json,
     warnings,
 )
-from sgl_blend.evaluation.scores import Row
+from sgl_blend.commands.evaluation.scores import Row
 
 FIXED_NAMES = {
     *("policy", "ratio", "check_layer", "build_prefix", "n", "accuracy", "ci95", "f1", "rouge_l"),

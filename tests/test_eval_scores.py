@@ -7,10 +7,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from sgl_blend.evaluation.distributions import FirstToken
-from sgl_blend.evaluation.items import Item
-from sgl_blend.evaluation.runner import Answer
-from sgl_blend.evaluation.scores import (
+from sgl_blend.commands.evaluation.distributions import FirstToken
+from sgl_blend.commands.evaluation.items import Item
+from sgl_blend.commands.evaluation.runner import Answer
+from sgl_blend.commands.evaluation.scores import (
     FULL,
     Score,
     Way,
@@ -56,7 +56,7 @@ def test_an_answer_is_scored_against_what_is_right_and_against_full_prefill() ->
 
 
 def test_an_answer_that_nobody_judges_needs_no_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("sgl_blend.evaluation.scores.rouge_l")
+    monkeypatch.delattr("sgl_blend.commands.evaluation.scores.rouge_l")
     full, other = answer("", 0, [0.75, 0.25]), answer("", 1, [0.25, 0.75])
 
     scored = score_answer(item(), other, full, 2, judge=False)

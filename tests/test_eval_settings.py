@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sgl_blend.evaluation.evaluate import Settings
-from sgl_blend.evaluation.scores import Way
+from sgl_blend.commands.evaluation.evaluate import Settings
+from sgl_blend.commands.evaluation.scores import Way
 
 
 def settings(**changed: Any) -> Settings:

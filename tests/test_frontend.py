@@ -12,8 +12,8 @@ import pytest
 import sglang as sgl
 from sglang.lang.backend.base_backend import BaseBackend
 
+from sgl_blend.client.chunks import chunk, configure, plain
 from sgl_blend.errors import ConfigError
-from sgl_blend.frontend import chunk, configure, plain
 
 
 @contextmanager

@@ -12,15 +12,15 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_blend.config import BlendConfig
+from sgl_blend.engine.tp_group import Ranks
 from sgl_blend.errors import ConfigError, RequestError
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.gate import RequestGate, check_preferred
-from sgl_blend.namespaces import fingerprint
-from sgl_blend.ranks import Ranks
+from sgl_blend.protocol.gate import RequestGate, check_preferred
+from sgl_blend.protocol.separator import Separator
+from sgl_blend.radix_ext.namespaces import fingerprint
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
-from sgl_blend.separator import Separator
+from sgl_blend.settings.config import BlendConfig
 
 VOCAB_SIZE = 384
 SEP = 9

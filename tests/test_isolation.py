@@ -167,7 +167,7 @@ def _pending_of_the_quiet(driver: Driver) -> int:
     def quiet_is_stored() -> bool:
         from array import array
 
-        from sgl_blend import sglang_adapter
+        from sgl_blend.engine import adapter as sglang_adapter
 
         path = array("q", [*SYSTEM, *CHUNKS[40]])
         match = sglang_adapter.match(driver.scheduler.tree_cache, path, salt=quiet, extra_key=None)

@@ -1,8 +1,8 @@
 import pytest
 from triton.errors import TritonError
 
-from sgl_blend.bench import kernel_speed
-from sgl_blend.bench.kernel_speed import measure
+from sgl_blend.commands.bench import kernel_speed
+from sgl_blend.commands.bench.kernel_speed import measure
 from support import DEVICE
 
 

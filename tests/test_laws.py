@@ -27,7 +27,7 @@ from sparse_path import (
 )
 from tiny_models import NUM_LAYERS
 
-from sgl_blend.bench.server import stock_environment
+from sgl_blend.commands.bench.server import stock_environment
 from sgl_blend.policies import NAMED, POLICIES, recompute_budget
 from sgl_blend.policies.spec import Sees
 
@@ -324,7 +324,7 @@ def test_logprobs_of_the_prompt_are_those_of_full_prefill(start_engine: StartEng
 
 
 def _kv_of_blended(driver: Driver, prompt: Prompt, length: int) -> list[tuple[torch.Tensor, ...]]:
-    from sgl_blend.namespaces import blend_salt
+    from sgl_blend.radix_ext.namespaces import blend_salt
 
     req = driver.submit(prompt)
     salt = namespace_of(req)

@@ -26,14 +26,15 @@ def test_sibling_has_no_init(name: str) -> None:
 
 def test_every_directory_with_code_is_packaged() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    package_of = {path: package for package, path in setuptools["package-dir"].items()}
+    own_folder = {path: package for package, path in setuptools["package-dir"].items()}
     with_code = {
         path.parent.relative_to(ROOT).as_posix()
         for top in ("sgl_blend", *SIBLINGS)
         for path in (ROOT / top).rglob("*.py")
         if not any(parent.is_symlink() for parent in path.parents)
     }
-    assert {package_of.get(directory) for directory in with_code} == set(setuptools["packages"])
+    packages = {own_folder.get(folder, folder.replace("/", ".")) for folder in with_code}
+    assert packages == set(setuptools["packages"])
 
 
 def test_top_level_names_stay_free() -> None:

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_blend.errors import RequestError
-from sgl_blend.namespaces import blend_salt, chunk_salt, fingerprint
 from sgl_blend.policies import POLICIES
-from sgl_blend.request import RESERVED_SALT, check_salt
+from sgl_blend.protocol.request import RESERVED_SALT, check_salt
+from sgl_blend.radix_ext.namespaces import blend_salt, chunk_salt, fingerprint
 
 # Salts made of the very words and marks that namespaces are made of.
 salts = st.one_of(

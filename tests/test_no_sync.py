@@ -16,7 +16,7 @@ QUESTION = random_tokens(99, 20)
 
 def _blend_without_waiting(driver: Driver, policy: str) -> int:
     """Ask twice, the second time with any wait inside Fusor.run an error; return what was reused."""
-    from sgl_blend.fusor import Fusor
+    from sgl_blend.fusion.fusor import Fusor
 
     original = Fusor.run
 

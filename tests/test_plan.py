@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_blend.plan import BlendPlan, ReusedSpan, Window
+from sgl_blend.fusion.plan import BlendPlan, ReusedSpan, Window
 from sgl_blend.policies import POLICIES, recompute_budget
 
 

@@ -54,7 +54,7 @@ def test_the_sglang_that_was_asked_for_is_under_test() -> None:
 def test_an_untested_version_starts_only_if_that_is_wanted(
     patched: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sgl_blend import sglang_adapter
+    from sgl_blend.engine import adapter as sglang_adapter
     from sgl_blend.plugin import check_hooks
 
     unknown = dataclasses.replace(sglang_adapter.features(), version="0.6.0")

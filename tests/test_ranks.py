@@ -44,7 +44,7 @@ def ranks(kind: str, model_folder: Any) -> Iterator[Ranks]:
 
 def _record_rows(driver: Driver) -> None:
     """Keep the rows that every blended forward keeps."""
-    from sgl_blend.attention import BlendAttention
+    from sgl_blend.fusion.attention import BlendAttention
 
     driver.rows = []  # type: ignore[attr-defined]
     original = BlendAttention._select

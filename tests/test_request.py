@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput, msgpack_decode, msgpack_encode
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_blend.config import BlendConfig
 from sgl_blend.errors import RequestError
 from sgl_blend.policies import NAMED
-from sgl_blend.request import (
+from sgl_blend.protocol.request import (
     RESERVED_SALT,
     ChunkedPrompt,
     Overrides,
@@ -25,6 +24,7 @@ from sgl_blend.request import (
     locate_chunks,
     parse_overrides,
 )
+from sgl_blend.settings.config import BlendConfig
 
 SEP = 9
 CONFIG = BlendConfig(enable_blend=True, blend_recompute_ratio=0.25, blend_policy="random")

@@ -328,8 +328,8 @@ def test_a_chunk_that_a_session_changed_is_not_taken_for_the_stored_one() -> Non
     from array import array
 
     from sgl_blend.fallback import FallbackReason
+    from sgl_blend.protocol.request import Span
     from sgl_blend.radix_ext.chunk_store import ChunkKey
-    from sgl_blend.request import Span
     from sgl_blend.scheduler.request_state import RequestState
 
     def state_of_turn() -> RequestState:

@@ -6,15 +6,15 @@ import torch
 from sglang.srt.layers.rotary_embedding import factory, get_rope
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 
-from sgl_blend import rope as rope_module
 from sgl_blend.errors import UnsupportedError
-from sgl_blend.kernels.delta_rope import delta_rope_tables
-from sgl_blend.rope import (
+from sgl_blend.fusion import rotation as rope_module
+from sgl_blend.fusion.rotation import (
     Rotation,
     check_rotation,
     read_rotation,
     rotation_errors,
 )
+from sgl_blend.kernels.delta_rope import delta_rope_tables
 
 LLAMA3 = {
     "rope_type": "llama3",

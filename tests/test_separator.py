@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from sgl_blend.errors import ConfigError
-from sgl_blend.separator import Separator, find_separator, seam_warning
+from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 
 WORDS = {"<unk>": 0, "red": 1, "green": 2, "blue": 3, "<not-special>": 4}
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sgl_blend.evaluation.items import ItemLine
-from sgl_blend.evaluation.prompts import find_templates, load_encoder, make_prompt
+from sgl_blend.commands.evaluation.items import ItemLine
+from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder, make_prompt
 
 FOLDER = Path(__file__).parents[1] / "examples" / "tinyrag"
 sys.path.append(str(FOLDER))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_blend import sglang_adapter as sglang
-from sgl_blend.sglang_tree import find_branch, make_check
+from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.tree_branch import find_branch, make_check
 
 pytestmark = pytest.mark.engine
 

@@ -66,8 +66,8 @@ def test_the_trial_leaves_no_trace(start_engine: StartEngine, page_size: int) ->
 
 
 def try_once(driver: Any, **settings: Any) -> None:
-    from sgl_blend.config import BlendConfig
-    from sgl_blend.trial import run_trial
+    from sgl_blend.settings.config import BlendConfig
+    from sgl_blend.tuning.trial import run_trial
 
     config = BlendConfig.of(driver.scheduler.server_args)
     run_trial(driver.runtime._fusor, driver.scheduler, msgspec.structs.replace(config, **settings))

@@ -15,12 +15,12 @@ from harness import Driver
 from programs import run_program
 from tiny_models import make_text_model
 
-from sgl_blend.config import BlendConfig
-from sgl_blend.evaluation.bundled import bundled_digest, bundled_items
-from sgl_blend.evaluation.judge import Bounds, Judgement
-from sgl_blend.evaluation.prompts import Templates
-from sgl_blend.evaluation.verify import Exactness, Plan, Verdict
-from sgl_blend.profile import FORMAT, NOT_JUDGED, Profile, Quality, load_profile
+from sgl_blend.commands.evaluation.bundled import bundled_digest, bundled_items
+from sgl_blend.commands.evaluation.judge import Bounds, Judgement
+from sgl_blend.commands.evaluation.prompts import Templates
+from sgl_blend.commands.evaluation.verify import Exactness, Plan, Verdict
+from sgl_blend.settings.config import BlendConfig
+from sgl_blend.settings.preset import FORMAT, NOT_JUDGED, Profile, Quality, load_profile
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -210,30 +210,30 @@ SABOTAGE = {
         "sin = new_cos * old_sin - new_sin * old_cos",
     ),
     "off by one position": (
-        "rope.py",
+        "fusion/rotation.py",
         "(self.embedding.cos_sin_cache, old_position, new_position)",
         "(self.embedding.cos_sin_cache, old_position, new_position - 1)",
     ),
     "rope scaling dropped": (
-        "rope.py",
+        "fusion/rotation.py",
         "(self.embedding.cos_sin_cache, old_position, new_position)",
         "(__import__('sglang').srt.layers.rotary_embedding.base.RotaryEmbedding("
         "self.embedding.head_size, self.embedding.rotary_dim, len(self.embedding.cos_sin_cache), "
         "10000, self.neox, torch.float32).cos_sin_cache, old_position, new_position)",
     ),
     "kept rows write where others do": (
-        "attention.py",
+        "fusion/attention.py",
         "sglang.take_rows(self._batch, self.kept_rows, left)",
         "sglang.take_rows(self._batch, self.kept_rows, left); "
         "self._batch.out_cache_loc = self._batch.out_cache_loc.roll(1)",
     ),
     "attention one position short": (
-        "attention.py",
+        "fusion/attention.py",
         "self._kernel.plan(self._batch.positions, left",
         "self._kernel.plan((self._batch.positions - 1).clamp(min=0), left",
     ),
     "attention misses a key": (
-        "sglang_forward.py",
+        "engine/forward.py",
         "return [table[i, :length].to(torch.int64) for i, length in enumerate(lengths)]",
         "return [table[i, :length].to(torch.int64).index_fill(0, torch.tensor([length // 2]), "
         "int(table[i, 0])) for i, length in enumerate(lengths)]",
@@ -268,6 +268,6 @@ def test_a_sabotaged_build_is_refused(model_folder: Path, tmp_path: Path, name: 
 
     assert done.returncode == 1, done.stderr[-2000:]
     assert done.stdout.rstrip().endswith("this model must not be blended")
-    wrong_keys = file in ("kernels/delta_rope.py", "rope.py")
+    wrong_keys = file in ("kernels/delta_rope.py", "fusion/rotation.py")
     sentence = "off by" if wrong_keys else "nats from full prefill"
     assert sentence in done.stdout.splitlines()[-1]

@@ -34,7 +34,7 @@ if __name__ == "__main__":
     from sglang.srt.models.exaone4 import Exaone4ForCausalLM
     from sglang.srt.models.registry import ModelRegistry
 
-    from sgl_blend import compatibility
+    from sgl_blend.engine import compatibility
 
     make_exaone4(folder := Path(sys.argv[1]))
     ModelRegistry.models["LlamaForCausalLM"] = Exaone4ForCausalLM

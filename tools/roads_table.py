@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from sgl_blend.compatibility import REFUSALS, SERVED
+from sgl_blend.engine.compatibility import REFUSALS, SERVED
 from sgl_blend.fallback import FallbackReason
 
 PAGE = Path(__file__).parents[1] / "docs" / "roads.md"

@@ -19,7 +19,7 @@ from typing import Any
 from held_out import write_items
 from world import make_held_out
 
-from sgl_blend.config import BlendConfig
+from sgl_blend.settings.config import BlendConfig
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

@@ -1,0 +1,69 @@
+"""Radix namespaces: what keeps chunk KV, blended KV and exact KV, models and tenants apart.
+
+A namespace is a cache salt; SGLang's tree never matches across two. The client's own salt comes last
+in each of ours and may not begin like one (request.check_salt), so no client can name another's.
+
+    exact      <client salt>                          prompts as stock SGLang caches them
+    chunks     sgl-blend:c:<model>:<client salt>      [build prefix][chunk], built alone
+    blended    sgl-blend:b:<model>:<how>:<client salt>    prompts whose KV was blended
+    rejected   sgl-blend:r:<client salt>              malformed requests that passed the gate
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, NewType
+
+from sgl_blend.protocol.request import RESERVED_SALT
+
+ModelFingerprint = NewType("ModelFingerprint", str)
+"""Digest of everything that decides what a model's KV bytes mean."""
+
+
+def fingerprint(description: str) -> ModelFingerprint:
+    """Digest a description of the model: weights, architecture, dtypes, rotation."""
+    return ModelFingerprint(hashlib.sha256(description.encode()).hexdigest()[:16])
+
+
+_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+"""Entries of a model's configuration that say nothing about the model."""
+
+
+def architecture(hf_config: Mapping[str, Any]) -> str:
+    """Digest a model's configuration, the same wherever the model lies and however it is loaded."""
+    known = {name: value for name, value in hf_config.items() if name not in _VOLATILE}
+    text = json.dumps(known, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def chunk_salt(model: ModelFingerprint, client_salt: str | None) -> str:
+    """Name the namespace in which a client's chunks are stored."""
+    return f"{RESERVED_SALT}c:{model}:{client_salt or ''}"
+
+
+def blend_salt(
+    model: ModelFingerprint,
+    client_salt: str | None,
+    *,
+    policy: str,
+    ratio: float,
+    check_layer: int,
+    serial: int | None,
+) -> str:
+    """Name the namespace of requests blended in one way.
+
+    Args:
+        model: The model's fingerprint.
+        client_salt: The client's own salt.
+        policy: Selection policy.
+        ratio: Recompute ratio.
+        check_layer: Layer at which tokens are selected.
+        serial: A number that no other request has, to share with nobody; None to share.
+    """
+    how = f"{policy}:{ratio!r}:{check_layer}:{'' if serial is None else serial}"
+    return f"{RESERVED_SALT}b:{model}:{how}:{client_salt or ''}"
+
+
+def rejected_salt(client_salt: str | None) -> str:
+    """Name the namespace of malformed requests; its client salt may be one of ours."""
+    return f"{RESERVED_SALT}r:{client_salt or ''}"

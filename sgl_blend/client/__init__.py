@@ -1,0 +1,1 @@
+"""What a client program imports; it needs neither torch nor SGLang."""

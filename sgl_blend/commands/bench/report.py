@@ -1,0 +1,276 @@
+"""What came out: JSON for programs, a table for people."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sgl_blend.commands.bench.kernel_speed import Speeds
+from sgl_blend.commands.bench.pair import NAMES, Pair
+from sgl_blend.commands.bench.throughput import Load, Outcome
+from sgl_blend.commands.bench.ttft import TtftRow
+from sgl_blend.commands.evaluation.report import (
+    Machine,
+    command_line,
+    describe_machine,
+    find_versions,
+    without_folders,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PACKAGES = ("sgl-blend", "sglang", "torch", "triton")
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where figures come from.
+
+    Attributes:
+        command: Without this machine's paths.
+        commit: Of the checkout that sgl-blend ran from, with ``-dirty`` if it was changed; null if
+            it was installed.
+    """
+
+    command: str
+    date: str
+    versions: dict[str, str]
+    commit: str | None
+    machine: Machine
+
+
+class Circumstances(Origin, frozen=True, kw_only=True):
+    """Where figures of servers come from.
+
+    Attributes:
+        model: Name of the shape, or of the model's folder.
+        servers: What started each, without this machine's paths.
+        num_tokens: KV that each server held.
+    """
+
+    model: str
+    servers: dict[str, str]
+    num_tokens: int
+
+
+class TtftReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of ``bench ttft``."""
+
+    circumstances: Circumstances
+    repeats: int
+    seed: int
+    rows: list[TtftRow]
+
+
+class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``bench throughput`` found; settings as its flags name them."""
+
+    circumstances: Circumstances
+    settings: dict[str, float | int | str | list[float] | None]
+    outcome: Outcome
+
+
+class ProfileReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``bench profile`` found; times in seconds per request or batch.
+
+    Attributes:
+        tokens: What one request reported.
+        phases: By where the time went, host or device, and phase.
+    """
+
+    circumstances: Circumstances
+    case: str
+    batch: int
+    ttft_s: float
+    traced_ttft_s: float
+    tokens: dict[str, Any]
+    phases: dict[str, dict[str, float]]
+
+
+class KernelsReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``bench kernels`` found."""
+
+    circumstances: Origin
+    speeds: Speeds
+
+
+def describe(argv: Sequence[str], model: str, pair: Pair) -> Circumstances:
+    """Put together what a benchmark of two servers runs on and with.
+
+    Args:
+        argv: Behind ``sgl-blend``.
+        model: Name or folder.
+        pair: The servers.
+    """
+    commands = {name: pair[name].command for name in NAMES}
+    return describe_servers(argv, model, commands, pair.num_tokens)
+
+
+def describe_servers(
+    argv: Sequence[str], model: str, commands: Mapping[str, str], num_tokens: int
+) -> Circumstances:
+    """Put together what a benchmark runs on and with; commands are what started each server."""
+    return Circumstances(
+        **msgspec.structs.asdict(describe_run(argv)),
+        model=without_folders(model),
+        servers={
+            name: " ".join(map(without_folders, command.split()))
+            for name, command in commands.items()
+        },
+        num_tokens=num_tokens,
+    )
+
+
+def describe_run(argv: Sequence[str]) -> Origin:
+    """Put together what any benchmark runs on and with; argv is what stands behind ``sgl-blend``."""
+    return Origin(
+        command=command_line(argv),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=find_versions(PACKAGES),
+        commit=find_commit(),
+        machine=describe_machine(),
+    )
+
+
+def find_commit() -> str | None:
+    """Return the commit of the checkout this runs from, ``-dirty`` if changed; None outside of one."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+    describing = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *describing], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def make_ttft_table(report: TtftReport) -> Table:
+    """Lay the rows out, cases apart."""
+    table = _make_table(
+        f"{_describe(report.circumstances)}: TTFT, medians of {report.repeats} repeats; [] 95 % "
+        "bootstrap interval; --blend-when always: every prompt is blended, also where the server "
+        "would by default leave it alone"
+    )
+    table.add_column("prompt", no_wrap=True)
+    for name in ("chunks", "batch", "ratio", "stock", "blended", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("ceiling", "reached", "reused"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row, following in zip(report.rows, [*report.rows[1:], None], strict=True):
+        last = following is None or _case_of(following) != _case_of(row)
+        table.add_row(*_ttft_cells(row), end_section=last)
+    return table
+
+
+def _case_of(row: TtftRow) -> tuple[str, int, int]:
+    return row.case, row.nominal_chunk_tokens, row.batch
+
+
+def _ttft_cells(row: TtftRow) -> list[str]:
+    cells = [row.case, f"{row.num_chunks} x {row.chunk_tokens}", str(row.batch), f"{row.ratio:g}"]
+    found = row.figures
+    if found is None:
+        return [*cells, "error", "", "", "", "", ""]
+    low, high = found.speedup_ci95
+    return [
+        *cells,
+        _seconds(found.stock_ttft_s),
+        _seconds(found.blended_ttft_s),
+        f"{found.speedup:.2f} \\[{low:.2f}, {high:.2f}]",
+        f"{found.ceiling:.2f}",
+        f"{found.ceiling_share:.0%}",
+        f"{found.reused_share:.0%}",
+    ]
+
+
+def errors(report: TtftReport) -> list[str]:
+    """Return one sentence for every row without figures."""
+    return [
+        f"{row.case}, {row.num_chunks} x {row.chunk_tokens}, batch {row.batch}, ratio "
+        f"{row.ratio:g}: {row.error}"
+        for row in report.rows
+        if row.error is not None
+    ]
+
+
+def make_throughput_table(report: ThroughputReport) -> Table:
+    """Lay the rates out, both servers side by side."""
+    outcome = report.outcome
+    table = _make_table(
+        f"{_describe(report.circumstances)}: Poisson arrivals, TTFT p50 within "
+        f"{_seconds(outcome.bound_s)} is fast enough; --blend-when always"
+    )
+    table.add_column("requests/s", justify="right", no_wrap=True)
+    for name in NAMES:
+        for quantity in ("p50", "p90", "completed/s"):
+            table.add_column(f"{name} {quantity}", justify="right", no_wrap=True)
+    table.add_column("reused", justify="right", no_wrap=True)
+    for point in outcome.points:
+        loads = [point.load(name) for name in NAMES]
+        cells = [cell for load in loads for cell in _load_cells(load)]
+        reused = "" if point.blend is None else f"{point.blend.reused_share:.0%}"
+        table.add_row(f"{point.rate:.3g}", *cells, reused)
+    return table
+
+
+def _load_cells(load: Load | None) -> list[str]:
+    if load is None:
+        return ["", "", ""]
+    return [_seconds(load.ttft_p50_s), _seconds(load.ttft_p90_s), f"{load.completed_rate:.3g}"]
+
+
+def summary(outcome: Outcome) -> str:
+    """Return the knees and the gain in a sentence."""
+    knees = ", ".join(f"{name} {_knee(outcome, name)}" for name in NAMES)
+    idle = ", ".join(f"{name} {_seconds(outcome.idle_ttft_s[name])}" for name in NAMES)
+    crossings = ", ".join(f"{name} {_rate(outcome.rates_at_bound[name])}" for name in NAMES)
+    gain = "not known" if outcome.gain is None else f"{outcome.gain:.2f}"
+    return (
+        f"Idle TTFT: {idle}. Knee: {knees}. Rate at a TTFT p50 of {_seconds(outcome.bound_s)}: "
+        f"{crossings}; gain in throughput at equal TTFT {gain}."
+    )
+
+
+def warnings(outcome: Outcome) -> list[str]:
+    """Return one sentence for every rate at which requests were not blended."""
+    return [
+        f"{point.rate:.3g} requests/s: {count} of {load.requests} requests were not blended: {reason}"
+        for point in outcome.points
+        if (load := point.blend) is not None
+        for reason, count in load.fallbacks.items()
+    ]
+
+
+def _knee(outcome: Outcome, name: str) -> str:
+    knee = outcome.knees[name]
+    if knee is None:
+        return "below every rate tried"
+    return f"{knee:.3g}/s" if outcome.rates_at_bound[name] else f"at least {knee:.3g}/s"
+
+
+def _rate(value: float | None) -> str:
+    return "not found" if value is None else f"{value:.3g}/s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _describe(found: Circumstances) -> str:
+    where = found.machine.gpu or f"{found.machine.cores} cores of {found.machine.processor}"
+    return f"{found.model} on {where}, SGLang {found.versions.get('sglang', 'unknown')}"
+
+
+def _make_table(title: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

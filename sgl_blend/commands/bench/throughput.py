@@ -1,0 +1,395 @@
+"""Requests at random times, ever more of them: how many a server serves before it grows slow.
+
+An open loop: requests arrive at Poisson times whether or not earlier ones are answered, as users do.
+Both servers see the same requests at the same times.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from sgl_blend.commands.bench.client import Reply, ask_at, ask_together, connect
+from sgl_blend.commands.bench.pair import NAMES, Pair
+from sgl_blend.commands.bench.prompts import Library, Prompt, to_body
+from sgl_blend.commands.common.bootstrap import Interval, median_interval
+
+if TYPE_CHECKING:
+    import httpx
+
+    from sgl_blend.commands.evaluation.evaluate import Watch
+
+_FINE = 1.25
+"""Rates nearer to each other than this factor are not told apart."""
+
+_MOST_RATES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is sent.
+
+    Attributes:
+        num_documents: The chunks that all prompts are made of.
+        num_chunks: Most chunks of a prompt; every number from half of it on is as likely.
+        chunk_tokens: Length of each.
+        system_tokens: In front of them.
+        question_tokens: Behind them, new in every prompt.
+        output_tokens: Length of every answer.
+    """
+
+    num_documents: int
+    num_chunks: int
+    chunk_tokens: int
+    system_tokens: int
+    question_tokens: int
+    output_tokens: int
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest prompt and its answer."""
+        fixed = self.system_tokens + self.question_tokens + self.output_tokens
+        return fixed + self.num_chunks * self.chunk_tokens
+
+    @property
+    def stored_tokens(self) -> int:
+        """Tokens of KV that hold every document."""
+        return self.system_tokens + self.num_documents * self.chunk_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputSettings:
+    """How it is measured.
+
+    Attributes:
+        rates: Requests per second to offer; None to find out which tell something.
+        seconds: Of arrivals in a block.
+        blocks: At each rate, on each server.
+        slo: A server is fast enough while its TTFT p50 is at most so many times stock's when idle.
+        ratio: Share of the reused tokens that is recomputed.
+        policy: Which of them.
+        seed: Of prompts, arrivals and intervals.
+    """
+
+    traffic: Traffic
+    rates: Sequence[float] | None
+    seconds: float
+    blocks: int
+    slo: float
+    ratio: float
+    policy: str
+    seed: int
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of all blocks at one rate on one server; times in seconds.
+
+    Attributes:
+        completed_rate: Requests per second, until the last one of a block is answered.
+        reused_share: Of the prompt tokens, those whose chunk KV was taken as it was.
+        fallbacks: Requests that were not blended, by the reason that the server gives.
+    """
+
+    requests: int
+    ttft_p50_s: float
+    ttft_p50_ci95: Interval
+    ttft_p90_s: float
+    completed_rate: float
+    reused_share: float
+    fallbacks: dict[str, int]
+
+
+class Point(msgspec.Struct, frozen=True, kw_only=True):
+    """One offered rate, in requests per second; null for a server that was too slow before."""
+
+    rate: float
+    stock: Load | None
+    blend: Load | None
+
+    def load(self, name: str) -> Load | None:
+        """Return what came of it on a server."""
+        found: Load | None = getattr(self, name)
+        return found
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """All rates, and what follows from them.
+
+    Attributes:
+        idle_ttft_s: Median TTFT of each server with one request at a time.
+        bound_s: TTFT p50 up to which a server is fast enough.
+        points: Ascending rates.
+        knees: Per server the highest rate up to which it always was; null if it never was.
+        rates_at_bound: Per server where its TTFT p50 crosses the bound, between the measured rates;
+            null if it does not.
+        gain: The blending server's rate at the bound over the stock one's.
+    """
+
+    idle_ttft_s: dict[str, float]
+    bound_s: float
+    points: list[Point]
+    knees: dict[str, float | None]
+    rates_at_bound: dict[str, float | None]
+    gain: float | None
+
+
+def draw_arrivals(rate: float, seconds: float, draw: random.Random) -> list[float]:
+    """Return the times of a Poisson process, in seconds from its start; at least one.
+
+    Args:
+        rate: Mean arrivals per second.
+        seconds: How long they go on.
+        draw: Source of chance.
+    """
+    arrivals = [draw.expovariate(rate)]
+    while arrivals[-1] < seconds:
+        arrivals.append(arrivals[-1] + draw.expovariate(rate))
+    # A single late one is moved, so that no block is empty.
+    return arrivals[:-1] or [seconds * draw.random()]
+
+
+def next_rate(within: Mapping[float, bool], first: float) -> float | None:
+    """Return the rate to try next on one server: doubling until it is too slow, then in between.
+
+    Args:
+        within: Per tried rate whether the server was fast enough.
+        first: What to begin with.
+
+    Returns:
+        Requests per second, or None when its limit is known well enough.
+    """
+    if not within:
+        return first
+    slow = min((rate for rate, fast in within.items() if not fast), default=None)
+    if slow is None:
+        return 2 * max(within)
+    below = [rate for rate in within if rate < slow]
+    if not below:
+        return slow / 2
+    return math.sqrt(max(below) * slow) if slow / max(below) > _FINE else None
+
+
+def find_knee(points: Sequence[Point], name: str, bound_s: float) -> float | None:
+    """Return the highest rate up to which a server's TTFT p50 stays within a bound.
+
+    Args:
+        points: Ascending rates.
+        name: Of the server.
+        bound_s: The bound.
+
+    Returns:
+        Requests per second; None if the lowest rate is too much.
+    """
+    knee = None
+    for rate, p50_s in _curve(points, name):
+        if p50_s > bound_s:
+            break
+        knee = rate
+    return knee
+
+
+def find_rate_at(points: Sequence[Point], name: str, bound_s: float) -> float | None:
+    """Return where a server's TTFT p50 first crosses a bound, straight between measured rates.
+
+    Args:
+        points: Ascending rates.
+        name: Of the server.
+        bound_s: The bound.
+
+    Returns:
+        Requests per second; None if it is crossed at none of them, or below the lowest.
+    """
+    before: tuple[float, float] | None = None
+    for rate, p50_s in _curve(points, name):
+        if p50_s > bound_s:
+            if before is None:
+                return None
+            share = (bound_s - before[1]) / (p50_s - before[1])
+            return before[0] + share * (rate - before[0])
+        before = rate, p50_s
+    return None
+
+
+def _curve(points: Sequence[Point], name: str) -> list[tuple[float, float]]:
+    found = ((point.rate, point.load(name)) for point in points)
+    return [(rate, load.ttft_p50_s) for rate, load in found if load is not None]
+
+
+def conclude(points: Sequence[Point], idle_ttft_s: Mapping[str, float], slo: float) -> Outcome:
+    """Say what the points show.
+
+    Args:
+        points: In any order.
+        idle_ttft_s: Of each server.
+        slo: Times stock's idle TTFT that the median may take.
+    """
+    bound_s = slo * idle_ttft_s["stock"]
+    ordered = sorted(points, key=lambda point: point.rate)
+    at_bound = {name: find_rate_at(ordered, name, bound_s) for name in NAMES}
+    stock, blend = at_bound["stock"], at_bound["blend"]
+    return Outcome(
+        idle_ttft_s=dict(idle_ttft_s),
+        bound_s=bound_s,
+        points=ordered,
+        knees={name: find_knee(ordered, name, bound_s) for name in NAMES},
+        rates_at_bound=at_bound,
+        gain=None if stock is None or blend is None else blend / stock,
+    )
+
+
+class ThroughputBench:
+    """Sends the traffic to both servers.
+
+    Args:
+        pair: Both servers.
+        settings: What to send.
+        vocab_size: Of the model.
+        watch: Told what is going on, and after each block.
+        save: Given what is known after each rate.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        settings: ThroughputSettings,
+        vocab_size: int,
+        watch: Watch,
+        save: Callable[[Outcome], None],
+    ) -> None:
+        self._pair = pair
+        self._settings = settings
+        self._watch = watch
+        self._save = save
+        traffic = settings.traffic
+        self._draw = random.Random(f"{settings.seed} documents")
+        self._library = Library(
+            self._draw,
+            vocab_size,
+            system_tokens=traffic.system_tokens,
+            chunk_tokens=traffic.chunk_tokens,
+            num_documents=traffic.num_documents,
+        )
+        self._points: dict[float, Point] = {}
+
+    async def run(self) -> Outcome:
+        """Measure the idle servers, then rate after rate."""
+        async with AsyncExitStack() as stack:
+            clients = {
+                name: await stack.enter_async_context(connect(self._pair[name])) for name in NAMES
+            }
+            await self._introduce(clients)
+            idle_s = await self._measure_idle(clients)
+            bound_s = self._settings.slo * idle_s["stock"]
+            outcome = conclude([], idle_s, self._settings.slo)
+            while (rate := self._next_rate(idle_s["stock"], bound_s)) is not None:
+                self._points[rate] = await self._measure(clients, rate, bound_s)
+                outcome = conclude(list(self._points.values()), idle_s, self._settings.slo)
+                self._save(outcome)
+        return outcome
+
+    async def _introduce(self, clients: Mapping[str, httpx.AsyncClient]) -> None:
+        """Show every document to both servers, once."""
+        traffic = self._settings.traffic
+        for prompt in self._library.introductions(traffic.num_chunks, traffic.question_tokens):
+            for name, client in clients.items():
+                await ask_together(client, [self._body(prompt, name)])
+        self._pair.blend.wait_for_builds()
+
+    async def _measure_idle(self, clients: Mapping[str, httpx.AsyncClient]) -> dict[str, float]:
+        times: dict[str, list[float]] = {name: [] for name in NAMES}
+        for number in range(7):
+            prompt = self._prompt(self._draw)
+            for name, client in clients.items():
+                (reply,) = await ask_together(client, [self._body(prompt, name)])
+                if number >= 2:  # the first two warm up
+                    times[name].append(reply.ttft_s)
+            self._watch("idle", 0)
+        return {name: statistics.median(found) for name, found in times.items()}
+
+    def _next_rate(self, idle_s: float, bound_s: float) -> float | None:
+        rates = self._settings.rates
+        if rates is not None:
+            return next((rate for rate in sorted(rates) if rate not in self._points), None)
+        if len(self._points) >= _MOST_RATES:
+            return None
+        first = float(f"{0.5 / idle_s:.1g}")
+        wanted = [next_rate(self._within(name, bound_s), first) for name in NAMES]
+        return min((rate for rate in wanted if rate is not None), default=None)
+
+    def _within(self, name: str, bound_s: float) -> dict[float, bool]:
+        """Return per measured rate whether a server was fast enough."""
+        return {
+            rate: load.ttft_p50_s <= bound_s
+            for rate, point in self._points.items()
+            if (load := point.load(name)) is not None
+        }
+
+    async def _measure(
+        self, clients: Mapping[str, httpx.AsyncClient], rate: float, bound_s: float
+    ) -> Point:
+        """Send all blocks of a rate, the servers in turns."""
+        names = [name for name in NAMES if self._is_useful(name, rate, bound_s)]
+        found: dict[str, list[tuple[list[Reply], float]]] = {name: [] for name in names}
+        for block in range(self._settings.blocks):
+            draw = random.Random(f"{self._settings.seed} {rate} {block}")
+            arrivals_s = draw_arrivals(rate, self._settings.seconds, draw)
+            prompts = [self._prompt(draw) for _ in arrivals_s]
+            for name in names if block % 2 == 0 else names[::-1]:
+                bodies = [self._body(prompt, name) for prompt in prompts]
+                self._watch(f"{rate:.3g} requests/s to {name}", 0)
+                found[name].append(await ask_at(clients[name], bodies, arrivals_s))
+                self._pair.blend.wait_for_builds()
+                self._watch(f"{rate:.3g} requests/s to {name}", 1)
+        loads = {name: summarise(blocks, self._settings.seed) for name, blocks in found.items()}
+        return Point(rate=rate, stock=loads.get("stock"), blend=loads.get("blend"))
+
+    def _is_useful(self, name: str, rate: float, bound_s: float) -> bool:
+        """Tell whether a server should see a rate: not when less was too much, unless asked for."""
+        slow = (tried for tried, fast in self._within(name, bound_s).items() if not fast)
+        return self._settings.rates is not None or all(rate < tried for tried in slow)
+
+    def _prompt(self, draw: random.Random) -> Prompt:
+        traffic = self._settings.traffic
+        count = draw.randint(-(-traffic.num_chunks // 2), traffic.num_chunks)
+        return self._library.prompt(
+            draw.sample(range(traffic.num_documents), count), traffic.question_tokens, draw
+        )
+
+    def _body(self, prompt: Prompt, name: str) -> bytes:
+        settings = self._settings
+        params: dict[str, Any] | None = None
+        if name == "blend":
+            params = {"sgl_blend_ratio": settings.ratio, "sgl_blend_policy": settings.policy}
+        return to_body(prompt, params, settings.traffic.output_tokens)
+
+
+def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int) -> Load:
+    """Put the blocks of one rate on one server together.
+
+    Args:
+        blocks: The replies of each, and the seconds until the last one ended.
+        seed: Of the interval.
+    """
+    replies = [reply for block, _ in blocks for reply in block]
+    times = [reply.ttft_s for reply in replies]
+    reports = [reply.report for reply in replies if reply.report]
+    prompt_tokens = sum(report["prompt_tokens"] for report in reports)
+    reused_tokens = sum(report["reused_tokens"] for report in reports)
+    return Load(
+        requests=len(replies),
+        ttft_p50_s=statistics.median(times),
+        ttft_p50_ci95=median_interval(times, seed),
+        ttft_p90_s=float(np.quantile(times, 0.9)),
+        completed_rate=len(replies) / sum(seconds for _, seconds in blocks),
+        reused_share=reused_tokens / prompt_tokens if prompt_tokens else 0.0,
+        fallbacks=dict(Counter(filter(None, (report["fallback"] for report in reports)))),
+    )

@@ -1,0 +1,166 @@
+"""What came out: JSON for programs, a table for people."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from sgl_blend.commands.evaluation.scores import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+PACKAGES = ("sgl-blend", "sglang", "torch", "transformers", "rouge-score")
+"""Whose versions decide the figures."""
+
+
+class DataFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The file the items came from."""
+
+    file: str
+    sha256: str
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What it ran on."""
+
+    processor: str
+    gpu: str | None
+    cores: int
+
+    def __str__(self) -> str:
+        """Return it as benchmarks name it; the GPU, where there is one, is named first."""
+        return ", ".join(filter(None, [self.gpu, self.processor, f"{self.cores} cores"]))
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """All rows, and how they came about; command and data are null without the command line."""
+
+    model: str
+    rows: list[Row]
+    command: str | None
+    date: str
+    versions: dict[str, str]
+    machine: Machine
+    data: DataFile | None
+
+
+def make_report(model_path: str, rows: list[Row]) -> Report:
+    """Put rows together with what they were measured on."""
+    return Report(
+        model=without_folders(model_path),
+        rows=rows,
+        command=None,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=find_versions(PACKAGES),
+        machine=describe_machine(),
+        data=None,
+    )
+
+
+def to_json(report: msgspec.Struct) -> bytes:
+    """Return a report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """Return a command as it may be published; argv is what stands behind ``sgl-blend``."""
+    return shlex.join(["sgl-blend", *map(without_folders, argv)])
+
+
+def without_folders(word: str) -> str:
+    """Return a word of a command line with the last part alone of an absolute path."""
+    name, equals, value = word.rpartition("=")
+    return f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
+
+
+def describe_machine() -> Machine:
+    """Name processor and GPU."""
+    import torch
+
+    return Machine(
+        processor=_processor(),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def _processor() -> str:
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def find_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def make_table(report: Report) -> Table:
+    """Lay the rows out, full prefill first."""
+    from rich import box
+    from rich.table import Table
+
+    num_items = report.rows[0].n
+    table = Table(
+        title=f"{report.model}: {num_items} items; [] 95 % bootstrap interval; "
+        "cost: share of a full prefill's (token, layer) pairs",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("policy", "ratio", "check layer", "build prefix"):
+        table.add_column(name, no_wrap=True)
+    for name in ("accuracy", "F1", "Rouge-L", "KL", "top-1", "recomputed", "cost"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, row in enumerate(report.rows):
+        table.add_row(*_cells(row), end_section=number == 0)
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    low, high = row.ci95
+    return [
+        row.policy,
+        f"{row.ratio:g}",
+        "" if row.check_layer is None else str(row.check_layer),
+        row.build_prefix or "",
+        f"{row.accuracy:.3f} \\[{low:.3f}, {high:.3f}]",
+        f"{row.f1:.3f}",
+        f"{row.rouge_l:.3f}",
+        f"{row.kl:.2g}",
+        f"{row.top1:.3f}",
+        _share(row.recomputed_share),
+        _share(row.layer_rows_share),
+    ]
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def warnings(report: Report) -> list[str]:
+    """Return one sentence for every row in which requests were not blended."""
+    return [
+        f"{row.policy} at {row.ratio:g}: {row.fallbacks} of {row.n} requests were not blended "
+        f"({', '.join(sorted(row.fallback_reasons))})"
+        for row in report.rows
+        if row.fallback_reasons
+    ]

@@ -1,0 +1,1 @@
+"""The blended forward: what a step reuses, and how it runs."""

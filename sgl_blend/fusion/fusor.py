@@ -1,0 +1,276 @@
+"""The fusor: one forward in which some rows take their KV from the cache (CacheBlend §5.3).
+
+    rows of the step        head    | chunks and everything else
+    not computed            copied  |
+    layers below check              | all rows, stock layers
+    check layer                     | fresh KV of all rows; selection; attention and MLP of kept rows
+    layers above                    | kept rows
+                                    | gradual policies: selection again, among the kept rows
+    norm, logits                    | stock
+
+Whatever is copied is copied before the first layer, for all layers in which a row may be dropped; a
+row that is kept after all writes its fresh KV over the copy.
+Every count is known on the host before the forward; which rows are kept is known to the device only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sgl_blend.engine import forward as sglang
+from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.fusion.attention import BlendAttention, Candidates
+from sgl_blend.fusion.kv_copier import KVMover, Move
+from sgl_blend.fusion.phases import Phase, phase
+from sgl_blend.fusion.plan import LayerSplit, Window
+from sgl_blend.fusion.rotation import Rotation
+from sgl_blend.kernels.delta_rope import LayerPools
+from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.row_partition import first_rows
+from sgl_blend.kernels.upload import to_device
+from sgl_blend.policies import POLICIES
+from sgl_blend.policies.spec import LayerView, Sees
+
+
+class Fusor:
+    """Runs blended forwards on one model runner; holds nothing between two of them.
+
+    Attributes:
+        layers: The model's layers and which of them selects.
+    """
+
+    def __init__(
+        self,
+        runner: Any,
+        rotation: Rotation,
+        layers: LayerSplit,
+        pools: LayerPools,
+        kernel: RaggedKernel,
+        ranks: Ranks,
+    ) -> None:
+        self.layers = layers
+        self._runner = runner
+        self._modules = sglang.decoder_layers(runner.model)
+        self._rotation = rotation
+        self._mover = KVMover(pools, neox=rotation.neox)
+        self._kernel = kernel
+        self._ranks = ranks
+
+    def run(self, forward_batch: Any, windows: Sequence[Window | None]) -> Any:
+        """Run one extend batch.
+
+        Args:
+            forward_batch: SGLang's ForwardBatch in an extend mode; it is not changed.
+            windows: Per request what it reuses, None for a plain prefill. Each window spans
+                exactly the request's rows in this batch.
+
+        Returns:
+            SGLang's ModelRunnerOutput. KV of every row is in the pool.
+        """
+        runner = self._runner
+        runner._prepare_eager_forward_batch(forward_batch)
+        batch = sglang.copy_batch(forward_batch)
+        with phase(Phase.PLAN):
+            heads = self._take_heads(batch, windows)
+            candidates = self._candidates(batch, windows)
+        with phase(Phase.COPY):
+            self._mover.move(heads)
+        if any(POLICIES[group.policy].prefills_first for group in candidates):
+            candidates = self._prefill_first(batch, candidates)
+        early = [group for group in candidates if POLICIES[group.policy].skips_full_layers]
+        late = [group for group in candidates if not POLICIES[group.policy].skips_full_layers]
+        moves = self._moves(late, self.layers.check + 1, batch)
+        with phase(Phase.COPY):
+            self._mover.move(self._moves(early, 0, batch))
+            self._mover.start(moves)
+        backend = self._backend(batch, candidates)
+        with sglang.forward_with(backend, batch):
+            if early:
+                backend.drop_early()
+            done = 0
+            for layer in _selecting_layers(late, self.layers.check):
+                is_first = layer == self.layers.check
+                if not is_first:  # rows kept so far write above the check layer, over the copies
+                    self._mover.wait()
+                with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
+                    self._run_layers(batch, layer - done)
+                with phase(Phase.CHECK_LAYER):
+                    backend.select_at(layer)
+                    with sglang.residual_rows(self._modules[layer], lambda: backend.kept_rows):
+                        self._run_layers(batch, 1)
+                    self._mover.wait()
+                done = layer + 1
+            with (
+                phase(Phase.SHRUNK_LAYERS),
+                sglang.entering(runner.model.logits_processor, lambda: phase(Phase.LOGITS)),
+            ):
+                logits = self._run_layers(batch, self.layers.total - done)
+        return sglang.model_output(logits)
+
+    def _run_layers(self, batch: Any, count: int) -> Any:
+        """Run the next layers; return the logits behind the last one."""
+        return self._runner.forward_split_prefill(batch, forward_count=count) if count else None
+
+    def _backend(self, batch: Any, candidates: list[Candidates]) -> BlendAttention:
+        return BlendAttention(
+            self._runner.attn_backend,
+            check_layer=self.layers.check,
+            neox=self._rotation.neox,
+            candidates=candidates,
+            batch=batch,
+            dtype=self._runner.dtype,
+            ranks=self._ranks,
+            kernel=self._kernel,
+        )
+
+    def _prefill_first(self, batch: Any, candidates: list[Candidates]) -> list[Candidates]:
+        """Prefill in full first; oracle policies choose by what it finds, exact ones keep its KV.
+
+        What the blended forward has to write itself is zero again when it begins.
+        """
+        full = sglang.copy_batch(batch)
+        with sglang.forward_with(self._backend(full, []), full):
+            self._runner.forward_split_prefill(full, forward_count=self.layers.total)
+        computed = torch.ones_like(batch.out_cache_loc, dtype=torch.bool)
+        computed[torch.cat([group.rows for group in candidates])] = False
+        slots = batch.out_cache_loc[computed]
+        pools = sglang.layer_pools(self._runner)
+        for buffer in (*pools.k, *pools.v):
+            buffer[slots] = 0
+        return [
+            replace(group, priorities=self._true_priorities(batch, group))
+            if POLICIES[group.policy].sees is Sees.PREFILL
+            else group
+            for group in candidates
+        ]
+
+    def _true_priorities(self, batch: Any, group: Candidates) -> torch.Tensor:
+        policy = POLICIES[group.policy]
+        assert policy.score is not None, "a policy that sees a prefill has a score"
+        pool = self._runner.token_to_kv_pool
+        scores = torch.zeros(group.rows.numel(), device=group.rows.device)
+        for layer in range(self.layers.check + 1, self.layers.total):
+            k_pool, v_pool = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            view = LayerView(
+                q=k_pool[:0],
+                k=k_pool,
+                v=v_pool,
+                k_pool=k_pool,
+                v_pool=v_pool,
+                rows=batch.out_cache_loc[group.rows],
+                stored_slots=group.source_slots,
+                rotation=(group.cos, group.sin, self._rotation.neox),
+                positions=group.positions,
+                question=group.question,
+                own_slots=lambda: batch.out_cache_loc,
+                scale=1.0,
+            )
+            deviation = self._ranks.sum(policy.score(view))
+            scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
+        return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
+
+    def _take_heads(self, batch: Any, windows: Sequence[Window | None]) -> list[Move]:
+        """Take the rows of exact heads out of the batch and return the copies that stand for them."""
+        lengths = batch.extend_seq_lens_cpu
+        heads = [0 if window is None else window.head_stop - window.start for window in windows]
+        if not any(heads):
+            return []
+        starts = first_rows(lengths)
+        device = batch.input_ids.device
+        head_rows = torch.cat([_range(s, h) for s, h in zip(starts, heads, strict=True)])
+        body_rows = torch.cat(
+            [_range(s + h, n - h) for s, h, n in zip(starts, heads, lengths, strict=True)]
+        )
+        positions = torch.zeros(sum(heads), dtype=torch.int64, device=device)
+        cos, sin = self._rotation.between(positions, positions)  # an exact head stays where it was
+        move = Move(
+            layers=range(self.layers.total),
+            source_slots=torch.cat(
+                [window.head.slots for window in windows if window is not None and window.head]
+            ),
+            dest_slots=batch.out_cache_loc[to_device(head_rows, device)],
+            cos=cos,
+            sin=sin,
+        )
+        sglang.advance_prefix(batch, heads)
+        body = [length - head for length, head in zip(lengths, heads, strict=True)]
+        sglang.take_rows(batch, to_device(body_rows, device), body)
+        return [move]
+
+    def _moves(self, groups: list[Candidates], first_layer: int, batch: Any) -> list[Move]:
+        """Return the copies of all rows of some groups, in all layers from one on."""
+        return [
+            Move(
+                layers=range(first_layer, self.layers.total),
+                source_slots=group.source_slots,
+                dest_slots=batch.out_cache_loc[group.rows],
+                cos=group.cos,
+                sin=group.sin,
+            )
+            for group in groups
+            if not POLICIES[group.policy].true_kv
+        ]
+
+    def _candidates(self, batch: Any, windows: Sequence[Window | None]) -> list[Candidates]:
+        """Collect, per request that drops rows, what selection and copying need."""
+        device = batch.input_ids.device
+        found = []
+        first_row = 0
+        for request, (length, window) in enumerate(
+            zip(batch.extend_seq_lens_cpu, windows, strict=True)
+        ):
+            if window is not None and window.num_dropped > 0:
+                found.append(self._candidates_of(window, request, first_row, device))
+            first_row += length
+        return found
+
+    def _candidates_of(
+        self, window: Window, request: int, first_row: int, device: torch.device
+    ) -> Candidates:
+        lengths = [len(span) for span in window.spans]
+        host = torch.stack(
+            [
+                torch.cat([_range(span.start, len(span)) for span in window.spans]),
+                torch.cat([_range(span.source_start, len(span)) for span in window.spans]),
+            ]
+        )
+        positions, stored = to_device(host, device)
+        cos, sin = self._rotation.between(stored, positions)
+        policy = POLICIES[window.policy]
+        schedule = window.schedule(self.layers)
+        priorities = None
+        if policy.sees is Sees.NOTHING:
+            priorities = to_device(policy.prioritise(None, lengths, schedule[0]), device)
+        to_row = first_row - window.head_stop
+        return Candidates(
+            request=request,
+            rows=positions + to_row,
+            positions=positions,
+            chunk_lengths=lengths,
+            source_slots=torch.cat([span.slots for span in window.spans]),
+            cos=cos,
+            sin=sin,
+            policy=window.policy,
+            schedule=schedule,
+            question=range(window.spans[-1].stop + to_row, window.stop + to_row),
+            priorities=priorities,
+        )
+
+
+def _selecting_layers(candidates: list[Candidates], check_layer: int) -> list[int]:
+    """Return the layers behind which some request computes fewer rows."""
+    layers: set[int] = set()
+    for group in candidates:
+        before = [group.rows.numel(), *group.schedule]
+        layers.update(
+            check_layer + index
+            for index, (old, new) in enumerate(zip(before, group.schedule, strict=False))
+            if new < old
+        )
+    return sorted(layers)
+
+
+def _range(start: int, length: int) -> torch.Tensor:
+    return torch.arange(start, start + length, dtype=torch.int64)

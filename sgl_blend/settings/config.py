@@ -1,0 +1,211 @@
+"""All settings: server flags, Engine keyword arguments, and the only reader of the environment."""
+
+import argparse
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from sgl_blend.errors import ConfigError
+from sgl_blend.policies import NAMED, POLICIES
+from sgl_blend.settings.preset import load_profile
+
+ENV_VAR = "SGLANG_BLEND_CONFIG"
+ATTRIBUTE = "_sgl_blend"
+"""Attribute of SGLang's ServerArgs that carries the settings to every process."""
+
+ON_MISS = ("compute", "build")
+WHEN = ("faster", "always")
+ATTENTION = ("auto", "flashinfer", "triton", "torch")
+BUILD_PREFIXES = ("first", "bos", "none", "sinks")
+
+_HELP = {
+    "enable_blend": "Reuse the KV of text chunks wherever they stand in a prompt (CacheBlend).",
+    "blend_recompute_ratio": "Share of the reused tokens that is recomputed, in [0, 1].",
+    "blend_policy": f"Which reused tokens are recomputed: {', '.join(NAMED)}.",
+    "blend_check_layer": "Layer whose KV deviation selects the tokens; layers up to it are computed "
+    "in full.",
+    "blend_separator": "Special token that separates chunks in a prompt; by default one that the "
+    "model does not use is chosen from the tokenizer.",
+    "blend_min_chunk_tokens": "Shorter chunks are computed, not reused.",
+    "blend_on_miss": "compute: answer at once as stock SGLang does and build missing chunks in the "
+    "background; build: build them first, so that an answer never depends on the cache.",
+    "blend_build_prefix": "What chunks are built behind. first: the text before the prompt's first "
+    "chunk; bos: BOS; none: nothing; sinks: four BOS tokens that are never used (LegoLink-0).",
+    "blend_max_build_prefix": "With first: text of more tokens than this is replaced by BOS.",
+    "blend_profile": "File written by sgl-blend verify; settings left at their default are taken "
+    "from it, and another model than the one it was made for is refused.",
+    "blend_eval": "Allow what only an evaluation should ask for: the oracle policy, which prefills "
+    "in full to choose tokens.",
+    "blend_canary_rate": "Share of the blended requests, in [0, 1], that is prefilled in full as "
+    "well when nobody waits, to compare the first token's distribution; 0: none.",
+    "blend_when": "faster: only where this machine's own times, measured at start, say that it wins; "
+    "always: whenever a chunk is stored. With --blend-on-miss build, always is what holds.",
+    "blend_attention": "What attends for the rows that are left: flashinfer, triton (both CUDA only), "
+    "torch; auto: the one that a trial at start finds fastest.",
+    "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill batch: more "
+    "requests share one, and up to twice as many rows pass the layers below the check layer at once.",
+    "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
+    "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last comparisons, "
+    "in nats; by Pinsker's inequality 0.5 lets at most half of the first token's probability move.",
+}
+
+
+class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All settings, checked once at start and never changed.
+
+    Field names are Engine keyword arguments; with dashes they are server flags. Ratios are
+    fractions in [0, 1], lengths are tokens.
+    """
+
+    enable_blend: bool = False
+    blend_recompute_ratio: float = 0.15
+    blend_policy: str = "hkvd"
+    blend_check_layer: int = 2
+    blend_separator: str | None = None
+    blend_min_chunk_tokens: int = 32
+    blend_on_miss: str = "compute"
+    blend_build_prefix: str = "first"
+    blend_max_build_prefix: int = 1024
+    blend_profile: str | None = None
+    blend_eval: bool = False
+    blend_canary_rate: float = 0.0
+    blend_canary_max_kl: float = 0.5
+    blend_when: str = "faster"
+    blend_attention: str = "auto"
+    blend_refund_budget: bool = False
+    blend_allow_untested: bool = False
+
+    def __post_init__(self) -> None:
+        check_ratio("blend_recompute_ratio", self.blend_recompute_ratio, ConfigError)
+        check_policy("blend_policy", self.blend_policy, ConfigError, evaluation=self.blend_eval)
+        _require(
+            self.blend_check_layer >= 1,
+            "blend_check_layer must be at least 1 because KV of layer 0 never deviates, "
+            f"got {self.blend_check_layer}",
+        )
+        _require(self.blend_separator != "", "blend_separator must not be empty")
+        _require(
+            self.blend_min_chunk_tokens >= 1,
+            f"blend_min_chunk_tokens must be at least 1, got {self.blend_min_chunk_tokens}",
+        )
+        _require_choice("blend_on_miss", self.blend_on_miss, ON_MISS)
+        _require_choice("blend_when", self.blend_when, WHEN)
+        _require_choice("blend_attention", self.blend_attention, ATTENTION)
+        _require_choice("blend_build_prefix", self.blend_build_prefix, BUILD_PREFIXES)
+        _require(
+            self.blend_max_build_prefix >= 0,
+            f"blend_max_build_prefix must not be negative, got {self.blend_max_build_prefix}",
+        )
+        check_ratio("blend_canary_rate", self.blend_canary_rate, ConfigError)
+        _require(
+            0 < self.blend_canary_max_kl < math.inf,
+            f"blend_canary_max_kl must be a positive number, got {self.blend_canary_max_kl}",
+        )
+        _require(
+            self.blend_canary_rate > 0 or "blend_canary_max_kl" not in self._changed(),
+            "blend_canary_max_kl has no effect without blend_canary_rate",
+        )
+        idle = [] if self.enable_blend else self._changed()
+        _require(not idle, f"{', '.join(idle)} has no effect without enable_blend")
+
+    def _changed(self) -> list[str]:
+        return [
+            field.name
+            for field in msgspec.structs.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+
+    def with_profile(self) -> "BlendConfig":
+        """Take what was left at its default from the profile, if there is one.
+
+        Raises:
+            ConfigError: The file cannot be read, or holds settings that are not valid.
+        """
+        if self.blend_profile is None:
+            return self
+        mine = {name: getattr(self, name) for name in self._changed()}
+        return self.from_settings({**load_profile(self.blend_profile).settings, **mine})
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> "BlendConfig":
+        """Check settings from any source.
+
+        Raises:
+            ConfigError: A name is unknown, a type is wrong or a value is out of range.
+        """
+        try:
+            return msgspec.convert(dict(settings), type=cls)
+        except msgspec.ValidationError as err:
+            # msgspec wraps what __post_init__ raises; show the sentence without the wrapping.
+            if isinstance(err.__cause__, ConfigError):
+                raise err.__cause__ from None
+            raise ConfigError(f"blend settings: {err}") from None
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> "BlendConfig":
+        """Read the JSON object in SGLANG_BLEND_CONFIG; an unset variable means the defaults.
+
+        For programs that build SGLang's arguments themselves (``sgl.Runtime``, ``bench_*``).
+
+        Raises:
+            ConfigError: The JSON is malformed, a name is unknown or a value is out of range.
+        """
+        try:
+            settings = msgspec.json.decode(environ.get(ENV_VAR, "{}"), type=dict[str, Any])
+        except msgspec.DecodeError as err:
+            raise ConfigError(f"{ENV_VAR}: {err}") from err
+        return cls.from_settings(settings)
+
+    @classmethod
+    def of(cls, server_args: Any) -> "BlendConfig":
+        """Return the settings that travel with SGLang's server arguments, else the environment's."""
+        settings = getattr(server_args, ATTRIBUTE, None)
+        return cls.from_env() if settings is None else cls.from_settings(settings)
+
+    def attach(self, server_args: Any) -> None:
+        """Let the settings travel with SGLang's server arguments into every process."""
+        setattr(server_args, ATTRIBUTE, msgspec.to_builtins(self))
+
+
+def _require(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise ConfigError(sentence)
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    _require(value in choices, f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_ratio(name: str, value: Any, error: type[Exception]) -> None:
+    """Raise error unless value is a number in [0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise error(f"{name} must be a number in [0, 1], got {value!r:.80}")
+
+
+def check_policy(name: str, value: Any, error: type[Exception], *, evaluation: bool) -> None:
+    """Raise error unless value names a policy that this server offers."""
+    if not isinstance(value, str) or value not in POLICIES:
+        raise error(f"{name} must be one of {', '.join(NAMED)}, got {value!r:.80}")
+    if POLICIES[value].evaluation_only and not evaluation:
+        raise error(f"{name} {value} needs a server that was started with --blend-eval")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the server flags; only ``store`` actions, the ones SGLang's YAML ``--config`` knows."""
+    group = parser.add_argument_group("sgl-blend")
+    for field in msgspec.structs.fields(BlendConfig):
+        flag = "--" + field.name.replace("_", "-")
+        if field.type is bool:
+            group.add_argument(flag, action="store_true", help=_HELP[field.name])
+        else:
+            kind = field.type if field.type in (int, float) else str
+            group.add_argument(flag, type=kind, default=field.default, help=_HELP[field.name])
+
+
+def settings_from_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Collect the settings that add_flags put into a parsed namespace."""
+    names = [field.name for field in msgspec.structs.fields(BlendConfig)]
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

@@ -1,0 +1,1 @@
+"""What is measured once at start: times, kernels, one trial forward."""

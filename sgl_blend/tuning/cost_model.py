@@ -1,0 +1,175 @@
+"""When blending is worth it: what a plan saves against what it costs, in this machine's own times.
+
+Saved is linear work: rows that are dropped do not pass the layers above the check layer. Paid are the
+selection, a second plan for attention, and for every layer above a copy of all reused KV. All of it is
+measured once at start, on the loaded model's own modules and its own KV pool, for several numbers of
+rows, because a small matrix product on a GPU takes as long as one of a single row. Attention itself is
+left out: it shrinks too, and so do attention and MLP of the check layer, so a plan is at least as good
+as it looks here.
+"""
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sgl_blend.engine import forward as sglang
+from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.fusion.plan import LayerSplit
+from sgl_blend.fusion.rotation import Rotation
+from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
+from sgl_blend.kernels.kv_deviation import kv_deviation_at
+from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.segmented_topk import segmented_topk
+from sgl_blend.tuning.timing import median_seconds
+
+ROWS = (1, 32, 128, 512, 2048)
+"""Numbers of rows at which times are measured; between them they are taken to be linear."""
+_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds for ROWS rows.
+
+    Attributes:
+        layer: Linear modules of one decoder layer.
+        copy: Copy and rotation of the KV of one layer.
+        select: Scoring, choosing and taking rows out; once a forward.
+        attend: The plan for scattered attention with a few rows; once a forward.
+        attend_layer: What one layer's scattered attention of a few rows takes.
+    """
+
+    layer: tuple[float, ...]
+    copy: tuple[float, ...]
+    select: tuple[float, ...]
+    attend: float
+    attend_layer: float
+
+
+class CostModel:
+    """Says whether a plan makes a prefill faster; immutable."""
+
+    def __init__(self, times: Times, layers: LayerSplit) -> None:
+        self._times = times
+        self._layers = layers
+
+    def saves_s(
+        self, num_rows: int, num_reused: int, num_dropped: int, *, early: bool = False
+    ) -> float:
+        """Return how many seconds a prefill gains; negative if blending makes it slower.
+
+        Args:
+            num_rows: Rows of the prefill.
+            num_reused: Those of them whose KV is copied.
+            num_dropped: Those of these that are not computed to the end.
+            early: Whether they are dropped before the first layer, not in the check layer.
+        """
+        if num_dropped == 0:
+            return 0.0
+        times = self._times
+        layers = self._layers.total if early else self._layers.above
+        saved = layers * (_at(times.layer, num_rows) - _at(times.layer, num_rows - num_dropped))
+        moving = layers * (_at(times.copy, num_reused) + times.attend_layer)
+        return saved - moving - _at(times.select, num_rows) - times.attend
+
+    def least_rows(self, ratio: float) -> int:
+        """Return from how many rows on, all but 32 of them reusable, blending wins; a power of two."""
+        rows = 64
+        while rows < 1 << 20:
+            reused = rows - 32
+            if self.saves_s(rows, reused, int(reused * (1 - ratio))) > 0:
+                break
+            rows *= 2
+        return rows
+
+
+def _at(times: tuple[float, ...], rows: int) -> float:
+    """Read a measured line at a number of rows; beyond its ends it goes on straight."""
+    if rows <= 0:
+        return 0.0
+    right = min(max(bisect.bisect_left(ROWS, rows), 1), len(ROWS) - 1)
+    x0, x1 = ROWS[right - 1], ROWS[right]
+    y0, y1 = times[right - 1], times[right]
+    return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
+
+
+@torch.inference_mode()
+def measure(
+    runner: Any,
+    layer_module: Any,
+    pools: LayerPools,
+    kernel: RaggedKernel,
+    rotation: Rotation,
+    ranks: Ranks,
+) -> Times:
+    """Measure this machine; the pool must be unused, and every rank must take part.
+
+    Args:
+        runner: SGLang's ModelRunner, model and pool loaded.
+        layer_module: One of the model's decoder layers.
+        pools: The runner's KV pools.
+        kernel: Attends for scattered rows.
+        rotation: The model's.
+        ranks: Every rank uses the first one's times.
+    """
+    linears = sglang.linear_modules(layer_module)
+    v_pool = pools.v[0]
+    device, dtype = v_pool.device, runner.dtype
+    heads = layer_module.self_attn.attn.tp_q_head_num
+
+    def layer(rows: int) -> Callable[[], object]:
+        inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in linears]
+        return lambda: [module(x) for (module, _), x in zip(linears, inputs, strict=True)]
+
+    def slots(rows: int) -> torch.Tensor:
+        place: torch.Tensor = torch.arange(rows, device=device) % (v_pool.shape[0] - 1) + 1
+        return place
+
+    def copy(rows: int) -> Callable[[], object]:
+        where = slots(rows)
+        cos, sin = rotation.between(where * 0, where * 0)  # by nothing: the bytes stay the same
+        return lambda: copy_rotated_layers(
+            pools, range(1), where, where, cos, sin, neox=rotation.neox
+        )
+
+    def select(rows: int) -> Callable[[], object]:
+        where, numbers = slots(rows), torch.arange(rows, device=device)
+        hidden = torch.zeros(rows, runner.model_config.hidden_size, device=device, dtype=dtype)
+        fresh = torch.zeros(rows, *v_pool.shape[1:], device=device, dtype=dtype)
+
+        def run() -> object:
+            scores = kv_deviation_at(fresh, numbers, v_pool, where)
+            kept, _ = segmented_topk(scores, [rows], [max(1, rows // 8)])
+            return hidden.index_select(0, kept)
+
+        return run
+
+    positions = torch.arange(8, device=device)
+    query = torch.zeros(8, heads, pools.k[0].shape[-1], device=device, dtype=dtype)
+
+    def plan() -> Any:
+        return kernel.plan(positions, [8], [slots(8)], dtype)
+
+    ready = plan()
+    found = [
+        [median_seconds(kind(rows), device, _REPEATS) for rows in ROWS]
+        for kind in (layer, copy, select)
+    ]
+    few = [
+        median_seconds(plan, device, _REPEATS),
+        median_seconds(
+            lambda: kernel.run(query, pools.k[0], v_pool, ready, scale=1.0), device, _REPEATS
+        ),
+    ]
+    agreed = ranks.agree([value for line in found for value in line] + few)
+    size = len(ROWS)
+    return Times(
+        layer=tuple(agreed[:size]),
+        copy=tuple(agreed[size : 2 * size]),
+        select=tuple(agreed[2 * size : 3 * size]),
+        attend=agreed[-2],
+        attend_layer=agreed[-1],
+    )

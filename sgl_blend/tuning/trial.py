@@ -1,0 +1,86 @@
+"""One blended forward before the server takes requests: whatever cannot blend ends the start here.
+
+The checks of compatibility.py look at the model from outside. Whether its layers let rows go only
+shows when they run; the first blended request would find out and take the scheduler with it. So the
+real fusor runs a prompt of a few made-up tokens, with an exact head, a chunk of which half is dropped
+and a question, on slots that are free and are given back. Nothing of it reaches the tree or the
+metrics.
+"""
+
+from typing import Any
+
+import torch
+
+from sgl_blend.engine import forward as sglang
+from sgl_blend.errors import UnsupportedError
+from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
+from sgl_blend.policies import POLICIES
+from sgl_blend.settings.config import BlendConfig
+
+_HEAD = 2
+_CHUNK = 8
+_ROWS = 16
+_RATIO = 0.5
+_SELECTING_POLICY = "hkvd"
+"""Stands in for a policy that drops its rows before the first layer and so asks less of a model."""
+
+
+def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
+    """Run one blended forward; every rank must take part.
+
+    Args:
+        fusor: The server's.
+        scheduler: SGLang's, idle.
+        config: Its policy is tried.
+
+    Raises:
+        UnsupportedError: The model cannot be blended, or the pool is too small for a few tokens.
+    """
+    runner = scheduler.tp_worker.model_runner
+    model = type(runner.model).__name__
+    pools = sglang.layer_pools(runner)
+    with sglang.borrowed_slots(scheduler, [_ROWS, _HEAD + _CHUNK]) as borrowed:
+        if borrowed is None:
+            raise UnsupportedError(
+                f"enable_blend: the KV pool cannot hold a prompt of {_ROWS} tokens beside a chunk; "
+                "raise --max-total-tokens"
+            )
+        slots, path = borrowed
+        for pool in (*pools.k, *pools.v):
+            pool[path] = 0  # memory that nobody wrote to may hold what is no number
+        with sglang.prefill_batch(scheduler, slots) as batch:
+            try:
+                finite = _gives_finite_logits(fusor, batch, _plan(path, config))
+            # What a foreign model raises is not known; nothing of it is swallowed.
+            except Exception as err:
+                raise UnsupportedError(
+                    f"enable_blend: models of class {model} cannot be blended: a trial with "
+                    f"made-up tokens failed with {type(err).__name__}: {err}"
+                ) from err
+    if not finite:
+        raise UnsupportedError(
+            f"enable_blend: models of class {model} cannot be blended: a trial with made-up tokens "
+            "gave logits that are not finite"
+        )
+
+
+@torch.inference_mode()
+def _gives_finite_logits(fusor: Fusor, batch: Any, plan: BlendPlan) -> bool:
+    output = fusor.run(batch, [plan.window(0, _ROWS)])
+    # The look at the logits waits for the device, and so for its errors.
+    return bool(output.logits_output.next_token_logits.isfinite().all())
+
+
+def _plan(path: torch.Tensor, config: BlendConfig) -> BlendPlan:
+    policy = config.blend_policy
+    if POLICIES[policy].skips_full_layers or POLICIES[policy].fixed_ratio is not None:
+        policy = _SELECTING_POLICY
+    # The chunk stands one token behind the head, so its keys are moved.
+    return BlendPlan(
+        exact=ReusedSpan(0, _HEAD, 0, path),
+        spans=(ReusedSpan(_HEAD + 1, _HEAD + 1 + _CHUNK, _HEAD, path),),
+        computed_from=_ROWS - 1,
+        policy=policy,
+        ratio=_RATIO,
+    )
