@@ -23,7 +23,7 @@ from typing import Any
 
 from sgl_blend.engine import adapter as sglang
 from sgl_blend.engine import orders as sglang_orders
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.build_budget import BuildBudget
@@ -76,13 +76,13 @@ class ChunkBuilder:
         scheduler: Any,
         store: ChunkStore,
         shares: FairShare,
-        ranks: Ranks,
+        tp_group: TPGroup,
         *,
         build_first: bool,
     ) -> None:
         self._scheduler = scheduler
         self._shares = shares
-        self._ranks = ranks
+        self._tp_group = tp_group
         self._store = store
         self._capacity: int = scheduler.max_total_num_tokens
         bytes_per_pool = self._capacity * sglang.TOKEN_BYTES
@@ -95,7 +95,7 @@ class ChunkBuilder:
         self._in_flight: dict[ChunkKey, Any] = {}
         self._launched_s: float | None = None
         self._offer: _Offer | None = None
-        self.rid_prefix = secret_rid_prefix("build", ranks)
+        self.rid_prefix = secret_rid_prefix("build", tp_group)
         self._serial = 0
         self._offered_last_round = False
         self.num_built = 0
@@ -147,7 +147,7 @@ class ChunkBuilder:
             elif key not in self._in_flight and key not in self._pending:
                 new.append(key)
         if new:
-            self._pending.add(new, self._ranks.now())
+            self._pending.add(new, self._tp_group.now())
 
     def forget_pending(self) -> None:
         """Drop all pending builds, because the cache was flushed or the weights have changed."""
@@ -155,13 +155,13 @@ class ChunkBuilder:
 
     def keep_quiet(self) -> None:
         """Note that a prefill has just ended, and its first tokens are on their way."""
-        self._quiet_until_s = self._ranks.now() + _QUIET_S
+        self._quiet_until_s = self._tp_group.now() + _QUIET_S
 
     def must_keep_quiet(self, since_s: float) -> bool:
         """Tell whether background work that has waited since then must let first tokens out."""
         if self._first_tokens_are_held():
             return True
-        now = self._ranks.now()
+        now = self._tp_group.now()
         return now < self._quiet_until_s and now < since_s + _MAX_QUIET_S
 
     def _first_tokens_are_held(self) -> bool:
@@ -222,7 +222,7 @@ class ChunkBuilder:
         if not self._pending:
             self._budget.stop_clock()
             return busy
-        now = self._ranks.now()
+        now = self._tp_group.now()
         self._budget.elapse(now, busy=busy)
         if busy:
             self._gap_until_s = now + _QUIET_S
@@ -257,7 +257,7 @@ class ChunkBuilder:
         scheduler = self._scheduler
         if offer.admitted:
             self.rest_next_round()
-            self._launched_s = self._ranks.now()
+            self._launched_s = self._tp_group.now()
             if offer.is_charged:
                 self._budget.charge()
             # Its KV may be evicted between two steps, but not for ever.
@@ -370,7 +370,7 @@ class ChunkBuilder:
                 continue
             del self._in_flight[key]
             if self._launched_s is not None:
-                self._budget.learn(self._ranks.now() - self._launched_s)
+                self._budget.learn(self._tp_group.now() - self._launched_s)
                 self._launched_s = None
             if ended and not sglang.was_aborted(build) and build.sgl_blend_step.is_last:
                 self._pending.remove(key)

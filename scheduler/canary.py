@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from sgl_blend.engine import adapter as sglang
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import CanaryMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.scheduler.builds import AddReq, ChunkBuilder
@@ -116,7 +116,7 @@ class Canary:
         store: The tree, to see how far a prompt is prefilled.
         builder: Background builds, which go first and keep the machine quiet.
         metrics: Where comparisons are counted.
-        ranks: Whose clock counts, and whose comparison.
+        tp_group: Whose clock counts, and whose comparison.
         rate: Share of the blended requests to pick, in (0, 1].
         max_kl: Largest mean KL at which blending goes on, in nats.
     """
@@ -127,7 +127,7 @@ class Canary:
         store: ChunkStore,
         builder: ChunkBuilder,
         metrics: CanaryMetrics,
-        ranks: Ranks,
+        tp_group: TPGroup,
         *,
         rate: float,
         max_kl: float,
@@ -136,7 +136,7 @@ class Canary:
         self._store = store
         self._builder = builder
         self._metrics = metrics
-        self._ranks = ranks
+        self._tp_group = tp_group
         self._rate = Fraction(str(rate))  # 0.1 ten times is 1, which floats would miss
         self._max_kl = max_kl
         self._due = Fraction(0)
@@ -147,7 +147,7 @@ class Canary:
         self._not_before_s = 0.0
         self._in_flight: _Shadow | None = None
         self._recent: deque[Comparison] = deque(maxlen=_WINDOW)
-        self.rid_prefix = secret_rid_prefix("shadow", ranks)
+        self.rid_prefix = secret_rid_prefix("shadow", tp_group)
         self._serial = 0
         self.tripped = False
 
@@ -184,7 +184,7 @@ class Canary:
             token_ids=req.origin_input_ids,
             salt=state.client_salt,
             extra_key=state.keys[0].extra_key,
-            since_s=self._ranks.now(),
+            since_s=self._tp_group.now(),
             # Its KV may be evicted between two steps, but not for ever.
             steps_left=2 * num_steps + 1,
         )
@@ -239,7 +239,7 @@ class Canary:
         if not is_free or not self._pending or self._in_flight is not None:
             return
         shadow = self._pending[0]
-        if self._ranks.now() < self._not_before_s or self._builder.must_keep_quiet(shadow.since_s):
+        if self._tp_group.now() < self._not_before_s or self._builder.must_keep_quiet(shadow.since_s):
             return
         shadow.req = self._new_step(shadow)
         self._offer = _Offer(shadow)
@@ -281,7 +281,7 @@ class Canary:
             self._builder.rest_next_round()
             return
         self._leave_queue(offer.shadow)
-        self._not_before_s = self._ranks.now() + _RETRY_S
+        self._not_before_s = self._tp_group.now() + _RETRY_S
         if offer.refused:
             self._pending.remove(offer.shadow)
             self._metrics.skip()
@@ -325,7 +325,7 @@ class Canary:
         assert shadow.full is not None
         assert shadow.blended is not None
         found = compare(shadow.full, shadow.blended)
-        kl, agrees = self._ranks.agree([found.kl, found.agrees])
+        kl, agrees = self._tp_group.agree([found.kl, found.agrees])
         comparison = Comparison(kl=kl, agrees=bool(agrees))
         self._recent.append(comparison)
         self._metrics.add(kl=comparison.kl, agrees=comparison.agrees)

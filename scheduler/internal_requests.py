@@ -8,12 +8,12 @@ from array import array
 from typing import Any
 
 from sgl_blend.engine import adapter as sglang
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 
 
-def secret_rid_prefix(kind: str, ranks: Ranks) -> str:
+def secret_rid_prefix(kind: str, tp_group: TPGroup) -> str:
     """Return how ids of internal requests begin: clients choose ids too, and must not meet these."""
-    (secret,) = ranks.agree([float(secrets.randbits(52))])
+    (secret,) = tp_group.agree([float(secrets.randbits(52))])
     return f"sgl-blend-{kind}-{int(secret):013x}-"
 
 

@@ -3,7 +3,7 @@
 import logging
 import secrets
 
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.radix_ext.namespaces import ModelFingerprint, blend_salt, chunk_salt, fingerprint
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import NOT_JUDGED
@@ -20,7 +20,7 @@ class LoadedModel:
     Args:
         fingerprint: Of the model that was loaded at start.
         config: The server's settings.
-        ranks: Which must agree on a new fingerprint.
+        tp_group: Which must agree on a new fingerprint.
         quality: By what the answers of that model were judged (profile.quality_of).
 
     Attributes:
@@ -30,13 +30,13 @@ class LoadedModel:
     """
 
     def __init__(
-        self, fingerprint: ModelFingerprint, config: BlendConfig, ranks: Ranks, *, quality: str
+        self, fingerprint: ModelFingerprint, config: BlendConfig, tp_group: TPGroup, *, quality: str
     ) -> None:
         self.fingerprint = fingerprint
         self.quality = quality
         self.num_updates = 0
         self._config = config
-        self._ranks = ranks
+        self._tp_group = tp_group
 
     def renew(self) -> None:
         """Take note that the weights have changed; all ranks must be told together.
@@ -47,7 +47,7 @@ class LoadedModel:
         if self.num_updates == 0 and self._config.blend_profile is not None:
             logger.warning("sgl-blend: the weights have changed, quality is %s", NOT_JUDGED)
         self.quality = NOT_JUDGED
-        (nonce,) = self._ranks.agree([float(secrets.randbits(52))])
+        (nonce,) = self._tp_group.agree([float(secrets.randbits(52))])
         self.num_updates += 1
         self.fingerprint = fingerprint(f"{self.fingerprint} {int(nonce):013x}")
 

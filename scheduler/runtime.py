@@ -268,16 +268,15 @@ class BlendRuntime:
         who orders a flush right behind its answer would meet that decode step.
         """
         last = scheduler.last_batch
-        if last is None or not last.reqs or not all(map(_is_over, last.reqs)):
-            return
-        if any(is_internal(req) for req in last.reqs):
-            self.builder.stop_timing()
-        results = getattr(scheduler, "result_queue", None)
-        while results:
-            scheduler.process_batch_result(*results.popleft())
-        scheduler.last_batch = None
-        sglang_orders.take_out(scheduler.running_batch, _is_over)
-        self.builder.sweep()
+        if last is not None and last.reqs and all(map(_is_over, last.reqs)):
+            if any(is_internal(req) for req in last.reqs):
+                self.builder.stop_timing()
+            results = getattr(scheduler, "result_queue", None)
+            while results:
+                scheduler.process_batch_result(*results.popleft())
+            scheduler.last_batch = None
+            sglang_orders.take_out(scheduler.running_batch, _is_over)
+        self.builder.sweep()  # also of a step whose result was looked at in the round before
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

@@ -20,7 +20,7 @@ from sgl_blend.engine.compatibility import (
     check_server_args,
 )
 from sgl_blend.engine.forward import decoder_layers, layer_pools
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.engine.tree_branch import eviction_targets, reset_targets
 from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.fusion.fusor import Fusor
@@ -257,21 +257,21 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         logger.warning("sgl-blend: %s", warning)
     tree = scheduler.tree_cache
     store = ChunkStore(tree, scheduler.page_size)
-    ranks = Ranks(sglang.rank_group())
-    model = LoadedModel(_model_fingerprint(scheduler), config, ranks, quality=quality)
+    tp_group = TPGroup(sglang.rank_group())
+    model = LoadedModel(_model_fingerprint(scheduler), config, tp_group, quality=quality)
     split = LayerSplit(config.blend_check_layer, len(layers))
     pools = layer_pools(runner)
     heads = layers[-1].self_attn.attn.tp_q_head_num
-    kernel = choose_kernel(config.blend_attention, pools, heads, runner.dtype, ranks)
-    fusor = Fusor(runner, rotation, split, pools, kernel, ranks)
+    kernel = choose_kernel(config.blend_attention, pools, heads, runner.dtype, tp_group)
+    fusor = Fusor(runner, rotation, split, pools, kernel, tp_group)
     run_trial(fusor, scheduler, config)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
-        cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, ranks), split)
+        cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, tp_group), split)
     shares = FairShare(store, scheduler.max_total_num_tokens)
     build_first = config.blend_on_miss == "build"
-    builder = ChunkBuilder(scheduler, store, shares, ranks, build_first=build_first)
-    canary = _make_canary(config, scheduler, store, builder, ranks)
+    builder = ChunkBuilder(scheduler, store, shares, tp_group, build_first=build_first)
+    canary = _make_canary(config, scheduler, store, builder, tp_group)
     runtime = BlendRuntime(
         intake=Intake(
             config,
@@ -294,7 +294,7 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
         canary=canary,
         model=model,
         fusor=fusor,
-        metrics=BlendMetrics(**_publishing(scheduler, ranks)),
+        metrics=BlendMetrics(**_publishing(scheduler, tp_group)),
         shares=shares,
         scheduler=scheduler,
         description={
@@ -336,7 +336,7 @@ def _make_canary(
     scheduler: Any,
     store: ChunkStore,
     builder: ChunkBuilder,
-    ranks: Ranks,
+    tp_group: TPGroup,
 ) -> Canary | None:
     if config.blend_canary_rate == 0:
         return None
@@ -344,18 +344,18 @@ def _make_canary(
         scheduler,
         store,
         builder,
-        CanaryMetrics(**_publishing(scheduler, ranks)),
-        ranks,
+        CanaryMetrics(**_publishing(scheduler, tp_group)),
+        tp_group,
         rate=config.blend_canary_rate,
         max_kl=config.blend_canary_max_kl,
     )
 
 
-def _publishing(scheduler: Any, ranks: Ranks) -> dict[str, Any]:
+def _publishing(scheduler: Any, tp_group: TPGroup) -> dict[str, Any]:
     """Return where figures go: to Prometheus too, if the server publishes its own."""
     args = scheduler.server_args
     return {
-        "publish": bool(args.enable_metrics) and ranks.is_first,
+        "publish": bool(args.enable_metrics) and tp_group.is_first,
         "labels": {"model_name": str(args.served_model_name)},
     }
 

@@ -5,7 +5,7 @@ import torch
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver
 
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.tuning.kernel_choice import choose_kernel
@@ -13,7 +13,7 @@ from sgl_blend.tuning.kernel_choice import choose_kernel
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 
-class OneRank(Ranks):
+class OneRank(TPGroup):
     """A server of one rank, whose group is never asked."""
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.errors import ConfigError, RequestError
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.gate import RequestGate, check_preferred
@@ -199,7 +199,7 @@ def test_no_client_names_a_namespace_of_ours(name: str) -> None:
 
 
 def test_behind_the_gate_a_name_of_ours_is_served_in_full() -> None:
-    model = LoadedModel(fingerprint("m"), CONFIG, Ranks(), quality="")
+    model = LoadedModel(fingerprint("m"), CONFIG, TPGroup(), quality="")
     intake = Intake(CONFIG, model, separator_id=SEP, bos_token_id=1, canary=None)
     request = tokenized([20, SEP, *range(30, 80), SEP, 21], extra_key="sgl-blend:c:0123:")
     assert intake.read(request).fallback is FallbackReason.MALFORMED

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, random_tokens
-from test_orders import OVERLAP, order, settings
+from test_orders import OVERLAP, begin_build, order, settings
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -58,3 +58,22 @@ def test_a_flush_takes_nothing_from_who_still_decodes(
     start_engine: StartEngine, overlap: bool
 ) -> None:
     assert start_engine(**settings(overlap)).call(_flush_while_one_decodes) == (False, 6)
+
+
+def _flush_behind_a_step(driver: Driver) -> tuple[bool, int]:
+    """Order a flush after the result of a build's step was looked at, and before the next round."""
+    builder = begin_build(driver)
+    while any(not build.finished() for build in builder._in_flight.values()):
+        driver.step()
+    stale = bool(builder._in_flight) and driver.scheduler.last_batch is None
+    assert order(driver, "FlushCacheReqInput").success
+    pending: int = builder.num_unfinished
+    driver.settle()
+    return stale, pending
+
+
+@OVERLAP
+def test_after_a_flush_nothing_is_pending(start_engine: StartEngine, overlap: bool) -> None:
+    stale, pending = start_engine(**settings(overlap)).call(_flush_behind_a_step)
+    assert stale or not overlap, "the step was counted already, so nothing was shown"
+    assert pending == 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-class Ranks:
+class TPGroup:
     """One rank's view of its group; owned by the scheduler thread.
 
     Args:

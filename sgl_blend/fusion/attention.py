@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from sgl_blend.engine import forward as sglang
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_compaction import compact_rows
@@ -98,12 +98,12 @@ class BlendAttention:
         candidates: list[Candidates],
         batch: Any,
         dtype: torch.dtype,
-        ranks: Ranks,
+        tp_group: TPGroup,
         kernel: RaggedKernel,
     ) -> None:
         self.inner = inner
         self.kept_rows = torch.empty(0, dtype=torch.int64)
-        self._ranks = ranks
+        self._tp_group = tp_group
         self._check_layer = check_layer
         self._neox = neox
         self._candidates = candidates
@@ -178,7 +178,7 @@ class BlendAttention:
     def _prioritise(self, group: Candidates, budget: int, fresh: _LayerKV) -> torch.Tensor:
         policy = POLICIES[group.policy]
         assert policy.score is not None, "its priorities are known before the forward"
-        scores = self._ranks.sum(policy.score(self._view(group, fresh)))
+        scores = self._tp_group.sum(policy.score(self._view(group, fresh)))
         return policy.prioritise(scores, group.chunk_lengths, budget)
 
     def _reduce(self, selecting: list[tuple[Candidates, int, torch.Tensor]]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from sgl_blend.engine import forward as sglang
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates
 from sgl_blend.fusion.kv_copier import KVMover, Move
 from sgl_blend.fusion.phases import Phase, phase
@@ -48,7 +48,7 @@ class Fusor:
         layers: LayerSplit,
         pools: LayerPools,
         kernel: RaggedKernel,
-        ranks: Ranks,
+        tp_group: TPGroup,
     ) -> None:
         self.layers = layers
         self._runner = runner
@@ -56,7 +56,7 @@ class Fusor:
         self._rotation = rotation
         self._mover = KVMover(pools, neox=rotation.neox)
         self._kernel = kernel
-        self._ranks = ranks
+        self._tp_group = tp_group
 
     def run(self, forward_batch: Any, windows: Sequence[Window | None]) -> Any:
         """Run one extend batch.
@@ -121,7 +121,7 @@ class Fusor:
             candidates=candidates,
             batch=batch,
             dtype=self._runner.dtype,
-            ranks=self._ranks,
+            tp_group=self._tp_group,
             kernel=self._kernel,
         )
 
@@ -167,7 +167,7 @@ class Fusor:
                 own_slots=lambda: batch.out_cache_loc,
                 scale=1.0,
             )
-            deviation = self._ranks.sum(policy.score(view))
+            deviation = self._tp_group.sum(policy.score(view))
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
 

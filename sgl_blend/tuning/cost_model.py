@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sgl_blend.engine import forward as sglang
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation
 from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
@@ -103,7 +103,7 @@ def measure(
     pools: LayerPools,
     kernel: RaggedKernel,
     rotation: Rotation,
-    ranks: Ranks,
+    tp_group: TPGroup,
 ) -> Times:
     """Measure this machine; the pool must be unused, and every rank must take part.
 
@@ -113,7 +113,7 @@ def measure(
         pools: The runner's KV pools.
         kernel: Attends for scattered rows.
         rotation: The model's.
-        ranks: Every rank uses the first one's times.
+        tp_group: Every rank uses the first one's times.
     """
     linears = sglang.linear_modules(layer_module)
     v_pool = pools.v[0]
@@ -164,7 +164,7 @@ def measure(
             lambda: kernel.run(query, pools.k[0], v_pool, ready, scale=1.0), device, _REPEATS
         ),
     ]
-    agreed = ranks.agree([value for line in found for value in line] + few)
+    agreed = tp_group.agree([value for line in found for value in line] + few)
     size = len(ROWS)
     return Times(
         layer=tuple(agreed[:size]),

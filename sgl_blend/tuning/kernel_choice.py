@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from sgl_blend.engine.tp_group import Ranks
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.ragged_attention import RaggedKernel, TorchRagged
@@ -23,7 +23,7 @@ _REPEATS = 5
 
 
 def choose_kernel(
-    wanted: str, pools: LayerPools, num_heads: int, dtype: torch.dtype, ranks: Ranks
+    wanted: str, pools: LayerPools, num_heads: int, dtype: torch.dtype, tp_group: TPGroup
 ) -> RaggedKernel:
     """Return the kernel for a server.
 
@@ -35,7 +35,7 @@ def choose_kernel(
         pools: The server's KV pools, unused so far.
         num_heads: Query heads of this rank.
         dtype: Of the queries.
-        ranks: Of the server.
+        tp_group: Of the server.
 
     Raises:
         UnsupportedError: The kernel that was asked for does not run here; the message says why.
@@ -54,7 +54,7 @@ def choose_kernel(
             logger.info("sgl-blend: %s", err)
         found.append(kernel)
         times.append(math.inf if kernel is None else _seconds(kernel, pools, num_heads, dtype))
-    agreed = ranks.agree(times)
+    agreed = tp_group.agree(times)
     shown = ", ".join(f"{n} {1e3 * t:.3f} ms" for n, t in zip(NAMES, agreed, strict=True))
     logger.info("sgl-blend: attention of scattered rows takes %s a layer", shown)
     chosen = found[agreed.index(min(agreed))]
