@@ -46,9 +46,9 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from material import Recipe, prepare  # noqa: E402
 
 from sgl_blend.commands.bench.prompts import Library, Prompt, to_body  # noqa: E402
-from sgl_blend.commands.bench.server import KEEP_MEMORY, Server, launched  # noqa: E402
 from sgl_blend.commands.bench.shapes import read_shape, write_shape  # noqa: E402
-from sgl_blend.commands.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.commands.common.records import describe_machine  # noqa: E402
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, launched  # noqa: E402
 
 BAR = 0.05
 LIBRARY_SHARE = 5

@@ -39,8 +39,8 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
 from material import Material, Recipe, prepare  # noqa: E402
 
-from sgl_blend.commands.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
-from sgl_blend.commands.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.commands.common.records import describe_machine  # noqa: E402
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running  # noqa: E402
 
 BOUNDS = {"cold": 0.05, "plain": 0.02, "short": 0.02}
 """Exit status 1 above these."""

@@ -29,8 +29,8 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 
 from material import Material, Recipe, prepare  # noqa: E402
 
-from sgl_blend.commands.bench.server import KEEP_MEMORY, Server, running  # noqa: E402
-from sgl_blend.commands.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.commands.common.records import describe_machine  # noqa: E402
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running  # noqa: E402
 
 DOCUMENTS, CHUNKS, CHUNK_TOKENS, SYSTEM_TOKENS, QUESTION_TOKENS = 12, 3, 200, 60, 40
 BOUND = 1.02

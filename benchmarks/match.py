@@ -41,7 +41,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from harness import Driver, Engine, Prompt  # noqa: E402
 from tiny_models import make_slim_model  # noqa: E402
 
-from sgl_blend.commands.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.commands.common.records import describe_machine  # noqa: E402
 from sgl_blend.radix_ext.chunk_store import ChunkKey  # noqa: E402
 
 SYSTEM_TOKENS = 200

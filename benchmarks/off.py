@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT / "examples" / "demo"))
 from cold import measure  # noqa: E402
 from material import Material, Recipe, prepare  # noqa: E402
 
-from sgl_blend.commands.bench.server import KEEP_MEMORY, Server, running, stock_environment  # noqa: E402
-from sgl_blend.commands.evaluation.report import describe_machine  # noqa: E402
+from sgl_blend.commands.common.records import describe_machine  # noqa: E402
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running, stock_environment  # noqa: E402
 
 PROMPT_TOKENS = 700
 BATCH = 8

@@ -43,8 +43,8 @@ import httpx
 from soak_operators import Gate, Operator
 from soak_traffic import KINDS, Tally, Traffic
 
-from sgl_blend.commands.bench.server import Server, running
-from sgl_blend.commands.evaluation.report import describe_machine
+from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.server import Server, running
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "examples" / "tinyrag" / "model"

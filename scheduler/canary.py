@@ -239,7 +239,9 @@ class Canary:
         if not is_free or not self._pending or self._in_flight is not None:
             return
         shadow = self._pending[0]
-        if self._tp_group.now() < self._not_before_s or self._builder.must_keep_quiet(shadow.since_s):
+        if self._tp_group.now() < self._not_before_s or self._builder.must_keep_quiet(
+            shadow.since_s
+        ):
             return
         shadow.req = self._new_step(shadow)
         self._offer = _Offer(shadow)

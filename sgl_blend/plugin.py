@@ -267,7 +267,9 @@ def _compose(config: BlendConfig, scheduler: Any) -> BlendRuntime:
     run_trial(fusor, scheduler, config)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
-        cost_model = CostModel(measure(runner, layers[-1], pools, kernel, rotation, tp_group), split)
+        cost_model = CostModel(
+            measure(runner, layers[-1], pools, kernel, rotation, tp_group), split
+        )
     shares = FairShare(store, scheduler.max_total_num_tokens)
     build_first = config.blend_on_miss == "build"
     builder = ChunkBuilder(scheduler, store, shares, tp_group, build_first=build_first)

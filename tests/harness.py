@@ -27,6 +27,16 @@ from tiny_models import VOCAB_SIZE
 _PATIENCE_S = 580
 """Longest call into a worker; ranks that disagree wait for each other for ever."""
 
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+"""Workers are forked from a process that has imported SGLang: that takes ten seconds."""
+_FORK_SERVER.set_forkserver_preload(
+    [
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.entrypoints.engine",
+        "sglang.srt.models.registry",
+    ]
+)
+
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -360,12 +370,12 @@ class Engine:
 
     def __init__(self, model: Path, *, rank: int = 0, wait: bool = True, **settings: Any) -> None:
         # Here, not in the worker: a stock one has nothing of sgl-blend.
-        from sgl_blend.commands.bench.ports import reserve_port
+        from sgl_blend.commands.common.ports import reserve_port
 
         settings = {"model_path": str(model), "nccl_port": reserve_port(), **settings}
-        context = multiprocessing.get_context("spawn")
-        self._pipe, far_end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(far_end, settings, rank), daemon=True)
+        self._pipe, far_end = _FORK_SERVER.Pipe()
+        work = (far_end, settings, rank, dict(os.environ))
+        self._process = _FORK_SERVER.Process(target=_serve, args=work, daemon=True)
         self._process.start()
         far_end.close()
         if wait:
@@ -415,7 +425,7 @@ class Ranks:
     """The workers of one tensor-parallel engine, which must do everything together."""
 
     def __init__(self, model: Path, size: int, **settings: Any) -> None:
-        from sgl_blend.commands.bench.ports import reserve_port
+        from sgl_blend.commands.common.ports import reserve_port
 
         together = {"tp_size": size, "nccl_port": reserve_port(), **settings}
         self.engines = [Engine(model, rank=rank, wait=False, **together) for rank in range(size)]
@@ -442,9 +452,11 @@ def _settle_and_flush(driver: Driver) -> None:
     driver.flush()
 
 
-def _serve(pipe: Any, settings: dict[str, Any], rank: int) -> None:
+def _serve(pipe: Any, settings: dict[str, Any], rank: int, environment: dict[str, str]) -> None:
     import warnings
 
+    os.environ.clear()
+    os.environ.update(environment)  # the fork server has that of its own start
     warnings.simplefilter("ignore")
     try:
         driver = Driver(settings, rank)

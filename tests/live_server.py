@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from sgl_blend.commands.bench.server import launched
+from sgl_blend.commands.common.server import launched
 
 FLAGS = (
     *("--max-total-tokens", "24000", "--skip-server-warmup", "--log-level", "warning"),

@@ -39,7 +39,7 @@ from sgl_blend.commands.bench.throughput import (
 from sgl_blend.commands.bench.ttft import TtftRow, find_shortfall, summarise
 from sgl_blend.commands.cli import main
 from sgl_blend.commands.common.bootstrap import mean_interval, median_interval
-from sgl_blend.commands.evaluation.report import describe_machine, to_json, without_folders
+from sgl_blend.commands.common.records import describe_machine, to_json, without_folders
 from sgl_blend.fusion.plan import LayerSplit
 
 LIMIT = {"system_tokens": 20, "question_tokens": 10}

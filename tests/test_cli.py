@@ -11,7 +11,7 @@ from rich.console import Console
 from tiny_models import NUM_LAYERS, make_model
 
 from sgl_blend.commands.cli import main
-from sgl_blend.commands.common.arguments import print_line
+from sgl_blend.commands.common.console import print_line
 from sgl_blend.commands.evaluation.evaluate import Settings
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig

@@ -8,15 +8,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from sgl_blend.commands.common.records import Machine, to_json
 from sgl_blend.commands.evaluation.plot import draw, group_lines
-from sgl_blend.commands.evaluation.report import (
-    Machine,
-    Report,
-    make_report,
-    make_table,
-    to_json,
-    warnings,
-)
+from sgl_blend.commands.evaluation.report import Report, make_report, make_table, warnings
 from sgl_blend.commands.evaluation.scores import Row
 
 FIXED_NAMES = {

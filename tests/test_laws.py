@@ -27,7 +27,7 @@ from sparse_path import (
 )
 from tiny_models import NUM_LAYERS
 
-from sgl_blend.commands.bench.server import stock_environment
+from sgl_blend.commands.common.server import stock_environment
 from sgl_blend.policies import NAMED, POLICIES, recompute_budget
 from sgl_blend.policies.spec import Sees
 

@@ -104,8 +104,7 @@ def test_commands_reach_the_server_through_the_engine_alone() -> None:
         for module, path in MODULES.items()
         if _owner(module) == "commands"
         for target in _imports(path)
-        if _owner(target) not in COMMANDS_MAY_NEED
-        and MEASURED.get(module) != _owner(target)
+        if _owner(target) not in COMMANDS_MAY_NEED and MEASURED.get(module) != _owner(target)
     ]
     assert not inward, inward
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sgl_blend.commands.bench import ports
-from sgl_blend.commands.bench.ports import reserve_port
+from sgl_blend.commands.common import ports
+from sgl_blend.commands.common.ports import reserve_port
 from sgl_blend.errors import CommandError
 
 RESERVE = """
 import sys
-from sgl_blend.commands.bench import ports
+from sgl_blend.commands.common import ports
 ports._PORTS = range(int(sys.argv[1]), int(sys.argv[1]) + 1)
 ports.reserve_port()
 """

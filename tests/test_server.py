@@ -19,8 +19,8 @@ import pytest
 from programs import run_program
 from tiny_models import make_model, make_text_model
 
-from sgl_blend.commands.bench.ports import reserve_port
-from sgl_blend.commands.bench.server import port_flags
+from sgl_blend.commands.common.ports import reserve_port
+from sgl_blend.commands.common.server import port_flags
 
 pytestmark = pytest.mark.engine
 

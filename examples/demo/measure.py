@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import openai
 
-from sgl_blend.commands.bench.server import Server, ServerError
+from sgl_blend.commands.common.server import Server, ServerError
 
 FATES = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
 """What can happen to a prompt token; the four add up to prompt_tokens."""

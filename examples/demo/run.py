@@ -23,7 +23,7 @@ from report import compare, figures, make_table, shortfalls, summary, to_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sgl_blend.commands.bench.server import Server, ServerError, running
+from sgl_blend.commands.common.server import Server, ServerError, running
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 FOLDER = BUILD / "demo"

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgl_blend.commands.bench.shapes import SHAPES, Shape, write_shape
-from sgl_blend.commands.common.arguments import check_outputs, check_packages, print_line
+from sgl_blend.commands.common.arguments import check_outputs, check_packages
+from sgl_blend.commands.common.console import print_line
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig, check_policy
 
@@ -126,7 +127,7 @@ def servers(settings: ServerSettings, logs: Path, console: Console) -> Iterator[
     import httpx
 
     from sgl_blend.commands.bench.pair import both
-    from sgl_blend.commands.bench.server import ServerError
+    from sgl_blend.commands.common.server import ServerError
 
     previous = signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     print_line(console, "starting the stock and the blending server ...")

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from sgl_blend.commands.bench.server import Server, ServerError
+from sgl_blend.commands.common.server import Server, ServerError
 
 _TIMEOUT_S = 1800.0
 """An overloaded server lets its last request wait for long, and that is a figure too."""

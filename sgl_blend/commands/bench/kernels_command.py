@@ -6,13 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_blend.commands.common.arguments import (
-    check_outputs,
-    check_packages,
-    list_of,
-    output_console,
-    print_line,
-)
+from sgl_blend.commands.common.arguments import check_outputs, check_packages, list_of
+from sgl_blend.commands.common.console import output_console, print_line
 from sgl_blend.errors import CommandError
 
 if TYPE_CHECKING:
@@ -59,7 +54,7 @@ def run_kernels(args: argparse.Namespace) -> int:
 
     from sgl_blend.commands.bench.kernel_speed import measure
     from sgl_blend.commands.bench.report import KernelsReport, describe_run
-    from sgl_blend.commands.evaluation.report import to_json
+    from sgl_blend.commands.common.records import to_json
 
     console = Console(stderr=True)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

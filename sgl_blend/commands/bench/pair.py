@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from sgl_blend.commands.bench.server import KEEP_MEMORY, Server, launched, stock_environment
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, launched, stock_environment
 
 NAMES = ("stock", "blend")
 

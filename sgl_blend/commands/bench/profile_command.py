@@ -23,7 +23,7 @@ from sgl_blend.commands.bench.arguments import (
 from sgl_blend.commands.bench.cases import PAPER, Case, make_case
 from sgl_blend.commands.bench.shapes import read_shape
 from sgl_blend.commands.bench.ttft_command import length
-from sgl_blend.commands.common.arguments import output_console
+from sgl_blend.commands.common.console import output_console
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig, check_ratio
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from sgl_blend.commands.bench.client import Reply
     from sgl_blend.commands.bench.report import ProfileReport
-    from sgl_blend.commands.bench.server import Server
+    from sgl_blend.commands.common.server import Server
 
 _TRACE_TIMEOUT_S = 120.0
 
@@ -76,8 +76,8 @@ def run_profile(args: argparse.Namespace) -> int:
 
     from sgl_blend.commands.bench.pair import BLEND_FLAGS
     from sgl_blend.commands.bench.report import ProfileReport, describe_servers
-    from sgl_blend.commands.bench.server import running
-    from sgl_blend.commands.evaluation.report import to_json
+    from sgl_blend.commands.common.records import to_json
+    from sgl_blend.commands.common.server import running
 
     case = make_case(
         args.length,

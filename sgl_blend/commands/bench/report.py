@@ -14,7 +14,7 @@ from sgl_blend.commands.bench.kernel_speed import Speeds
 from sgl_blend.commands.bench.pair import NAMES, Pair
 from sgl_blend.commands.bench.throughput import Load, Outcome
 from sgl_blend.commands.bench.ttft import TtftRow
-from sgl_blend.commands.evaluation.report import (
+from sgl_blend.commands.common.records import (
     Machine,
     command_line,
     describe_machine,

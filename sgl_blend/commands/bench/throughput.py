@@ -26,7 +26,7 @@ from sgl_blend.commands.common.bootstrap import Interval, median_interval
 if TYPE_CHECKING:
     import httpx
 
-    from sgl_blend.commands.evaluation.evaluate import Watch
+    from sgl_blend.commands.common.console import Progress
 
 _FINE = 1.25
 """Rates nearer to each other than this factor are not told apart."""
@@ -262,7 +262,7 @@ class ThroughputBench:
         pair: Pair,
         settings: ThroughputSettings,
         vocab_size: int,
-        watch: Watch,
+        watch: Progress,
         save: Callable[[Outcome], None],
     ) -> None:
         self._pair = pair

@@ -19,7 +19,8 @@ from sgl_blend.commands.bench.arguments import (
     tell,
 )
 from sgl_blend.commands.bench.shapes import read_shape
-from sgl_blend.commands.common.arguments import list_of, output_console, print_line, progress
+from sgl_blend.commands.common.arguments import list_of
+from sgl_blend.commands.common.console import output_console, print_line, progress
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig, check_ratio
 
@@ -92,7 +93,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         warnings,
     )
     from sgl_blend.commands.bench.throughput import Outcome, ThroughputBench
-    from sgl_blend.commands.evaluation.report import to_json
+    from sgl_blend.commands.common.records import to_json
 
     settings = make_throughput_settings(args)
     traffic = settings.traffic

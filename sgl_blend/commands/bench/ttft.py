@@ -26,7 +26,7 @@ from sgl_blend.commands.common.bootstrap import Interval, median_interval
 if TYPE_CHECKING:
     import httpx
 
-    from sgl_blend.commands.evaluation.evaluate import Watch
+    from sgl_blend.commands.common.console import Progress
 
 _INTRODUCING = {"sgl_blend_ratio": 1 - 2**-20}
 """What shows documents to the server is kept apart from what is measured by a ratio of its own."""
@@ -115,7 +115,7 @@ async def measure_ttft(
     settings: TtftSettings,
     vocab_size: int,
     num_layers: int,
-    watch: Watch,
+    watch: Progress,
     save: Callable[[list[TtftRow]], None],
 ) -> list[TtftRow]:
     """Measure every case.
@@ -168,7 +168,7 @@ class _CaseBench:
         }
         self._errors: dict[float, str] = {}
 
-    async def run(self, num_layers: int, watch: Watch) -> list[TtftRow]:
+    async def run(self, num_layers: int, watch: Progress) -> list[TtftRow]:
         settings = self._settings
         ways: list[float | None] = [None, *settings.ratios]
         needed = self._case.least_tokens

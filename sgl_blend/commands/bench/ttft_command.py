@@ -19,7 +19,8 @@ from sgl_blend.commands.bench.arguments import (
 )
 from sgl_blend.commands.bench.cases import PAPER, make_cases
 from sgl_blend.commands.bench.shapes import read_shape
-from sgl_blend.commands.common.arguments import list_of, output_console, print_line, progress
+from sgl_blend.commands.common.arguments import list_of
+from sgl_blend.commands.common.console import output_console, print_line, progress
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig, check_ratio
 
@@ -87,7 +88,7 @@ def run_ttft(args: argparse.Namespace) -> int:
 
     from sgl_blend.commands.bench.report import TtftReport, describe, errors, make_ttft_table
     from sgl_blend.commands.bench.ttft import TtftRow, measure_ttft
-    from sgl_blend.commands.evaluation.report import to_json
+    from sgl_blend.commands.common.records import to_json
 
     settings = make_ttft_settings(args)
     num_rows = len(settings.cases) * len(settings.ratios)

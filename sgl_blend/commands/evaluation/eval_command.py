@@ -7,18 +7,10 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sgl_blend.commands.common.arguments import (
-    add_engine_and_template_flags,
-    check_limit,
-    check_outputs,
-    check_packages,
-    list_of,
-    output_console,
-    print_line,
-    progress,
-    read_templates,
-)
+from sgl_blend.commands.common.arguments import check_limit, check_outputs, check_packages, list_of
+from sgl_blend.commands.common.console import output_console, print_line, progress
 from sgl_blend.commands.evaluation.converters import FORMATS, read_items
+from sgl_blend.commands.evaluation.flags import add_engine_and_template_flags, read_templates
 from sgl_blend.policies import NAMED
 from sgl_blend.settings.config import BUILD_PREFIXES, BlendConfig
 
@@ -91,14 +83,9 @@ def run_eval(args: argparse.Namespace) -> int:
     from msgspec.structs import replace
     from rich.console import Console
 
+    from sgl_blend.commands.common.records import command_line, to_json
     from sgl_blend.commands.evaluation.evaluate import evaluate
-    from sgl_blend.commands.evaluation.report import (
-        DataFile,
-        command_line,
-        make_table,
-        to_json,
-        warnings,
-    )
+    from sgl_blend.commands.evaluation.report import DataFile, make_table, warnings
 
     check_limit(args.limit)
     items = read_items(args.data, args.format, args.limit)

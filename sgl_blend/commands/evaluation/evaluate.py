@@ -1,11 +1,12 @@
 """Ask the same items in every way, and set each way against full prefill."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+from sgl_blend.commands.common.console import Progress
 from sgl_blend.commands.evaluation.items import Item
 from sgl_blend.commands.evaluation.prompts import Prompt, Templates, load_encoder, make_prompt
 from sgl_blend.commands.evaluation.report import Report, make_report
@@ -17,9 +18,6 @@ from sgl_blend.settings.config import check_policy, check_ratio
 
 NUM_TOP = 1000
 """Most first tokens whose probability is compared; what is left counts as one."""
-
-Watch = Callable[[str, int], None]
-"""Told what goes on, and how many requests more are answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class ModelShape:
     vocab_size: int
 
 
-def evaluate(settings: Settings, items: Sequence[Item], watch: Watch | None = None) -> Report:
+def evaluate(settings: Settings, items: Sequence[Item], watch: Progress | None = None) -> Report:
     """Answer all items in every way through the real engine.
 
     One engine is started for each check layer and build prefix; full prefill is asked once, of the
@@ -143,7 +141,7 @@ class Scores:
         ]
 
 
-def ask_items(settings: Settings, items: Sequence[Item], watch: Watch | None = None) -> Scores:
+def ask_items(settings: Settings, items: Sequence[Item], watch: Progress | None = None) -> Scores:
     """Do what evaluate does, and return the scores item by item."""
     settings.check()
     shape = read_shape(settings)
@@ -166,7 +164,7 @@ class _Run:
         items: Sequence[Item],
         prompts: Sequence[Prompt],
         shape: ModelShape,
-        watch: Watch,
+        watch: Progress,
     ) -> None:
         self._settings = settings
         self._items = items

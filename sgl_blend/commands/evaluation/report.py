@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import shlex
-import sys
-from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from sgl_blend.commands.common.records import (
+    Machine,
+    describe_machine,
+    find_versions,
+    without_folders,
+)
 from sgl_blend.commands.evaluation.scores import Row
 
 if TYPE_CHECKING:
@@ -29,18 +28,6 @@ class DataFile(msgspec.Struct, frozen=True, kw_only=True):
 
     file: str
     sha256: str
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What it ran on."""
-
-    processor: str
-    gpu: str | None
-    cores: int
-
-    def __str__(self) -> str:
-        """Return it as benchmarks name it; the GPU, where there is one, is named first."""
-        return ", ".join(filter(None, [self.gpu, self.processor, f"{self.cores} cores"]))
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,52 +53,6 @@ def make_report(model_path: str, rows: list[Row]) -> Report:
         machine=describe_machine(),
         data=None,
     )
-
-
-def to_json(report: msgspec.Struct) -> bytes:
-    """Return a report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
-
-
-def command_line(argv: Sequence[str]) -> str:
-    """Return a command as it may be published; argv is what stands behind ``sgl-blend``."""
-    return shlex.join(["sgl-blend", *map(without_folders, argv)])
-
-
-def without_folders(word: str) -> str:
-    """Return a word of a command line with the last part alone of an absolute path."""
-    name, equals, value = word.rpartition("=")
-    return f"{name}{equals}{Path(value).name}" if value.startswith(("/", "~")) else word
-
-
-def describe_machine() -> Machine:
-    """Name processor and GPU."""
-    import torch
-
-    return Machine(
-        processor=_processor(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        cores=len(os.sched_getaffinity(0)),
-    )
-
-
-def _processor() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
-
-
-def find_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of Python and of those packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def make_table(report: Report) -> Table:

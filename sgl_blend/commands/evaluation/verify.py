@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from sgl_blend.commands.common.console import Progress
 from sgl_blend.commands.evaluation.distributions import kl_divergence
-from sgl_blend.commands.evaluation.evaluate import NUM_TOP, Settings, Watch, ask_items, read_shape
+from sgl_blend.commands.evaluation.evaluate import NUM_TOP, Settings, ask_items, read_shape
 from sgl_blend.commands.evaluation.items import Item
 from sgl_blend.commands.evaluation.judge import (
     Bounds,
@@ -229,7 +230,7 @@ class Verdict:
         }
 
 
-def verify(plan: Plan, watch: Watch | None = None) -> Verdict:
+def verify(plan: Plan, watch: Progress | None = None) -> Verdict:
     """Find out whether a model may be blended.
 
     Raises:

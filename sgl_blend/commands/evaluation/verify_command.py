@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgl_blend.commands.common.arguments import (
-    add_engine_and_template_flags,
-    check_limit,
-    check_outputs,
-    check_packages,
-    list_of,
-    output_console,
-    print_line,
-    progress,
-    read_templates,
-)
+from sgl_blend.commands.common.arguments import check_limit, check_outputs, check_packages, list_of
+from sgl_blend.commands.common.console import output_console, print_line, progress
+from sgl_blend.commands.evaluation.flags import add_engine_and_template_flags, read_templates
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from sgl_blend.commands.bench.ports import reserve_port
+from sgl_blend.commands.common.ports import reserve_port
 from sgl_blend.errors import CommandError
 
 START_TIMEOUT_S = 600.0
