@@ -169,7 +169,7 @@ class Canary:
         Turns are counted, not drawn: at rate 0.25 every fourth request that reuses a chunk's KV
         is picked.
         """
-        if self.tripped or state.report["reused_tokens"] == 0:
+        if self.tripped or state.report.reused_tokens == 0:
             return
         self._due += self._rate
         if self._due < 1:

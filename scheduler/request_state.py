@@ -12,6 +12,7 @@ from sgl_blend.fusion.plan import BlendPlan, LayerSplit, Window
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import ModelFingerprint
+from sgl_blend.report import BlendReport
 from sgl_blend.scheduler.loaded_model import LoadedModel
 
 ATTRIBUTE = "sgl_blend"
@@ -42,7 +43,8 @@ class RequestState:
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
         counted: Whether its report is in the totals.
-        report: What the client learns, kept current.
+        report: What was done for it, kept current.
+        told: The report as the client gets it. SGLang holds this dict; it is changed in place.
     """
 
     num_tokens: int
@@ -64,21 +66,15 @@ class RequestState:
     missed: set[ChunkKey] = field(default_factory=set)
     remembered: object = None
     counted: bool = False
-    report: dict[str, Any] = field(default_factory=dict)
+    report: BlendReport = field(init=False)
+    told: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.report.update(
-            prompt_tokens=self.num_tokens,
-            prefix_tokens=0,
-            reused_tokens=0,
-            recomputed_tokens=0,
-            computed_tokens=0,
-            layer_rows=0,
-            chunk_hits=0,
-            chunk_misses=0,
-            policy=self.policy,
-            ratio=self.ratio,
-            fallback=None if self.fallback is None else str(self.fallback),
+        self.report = self._new_report(fallback=self.fallback)
+
+    def _new_report(self, **counts: Any) -> BlendReport:
+        return BlendReport(
+            prompt_tokens=self.num_tokens, policy=self.policy, ratio=self.ratio, **counts
         )
 
     def follow(self, tokens: array[int]) -> None:
@@ -89,7 +85,7 @@ class RequestState:
                 taken a BOS away from their beginning, or cut its history short.
         """
         history = len(tokens) - self.num_tokens
-        self.num_tokens = self.report["prompt_tokens"] = len(tokens)
+        self.num_tokens = self.report.prompt_tokens = len(tokens)
         self.spans = tuple(Span(s.start + history, s.stop + history) for s in self.spans)
         # A prompt as long as the turn may still be another one: history can take the place of a BOS.
         there = all(
@@ -128,16 +124,7 @@ class RequestState:
         self.has_preempted = False
         self.build_rounds = 0
         self.remembered = None
-        self.report.update(
-            prefix_tokens=0,
-            reused_tokens=0,
-            recomputed_tokens=0,
-            computed_tokens=0,
-            layer_rows=0,
-            chunk_hits=hits,
-            chunk_misses=misses,
-            fallback=None if fallback is None else str(fallback),
-        )
+        self.report = self._new_report(chunk_hits=hits, chunk_misses=misses, fallback=fallback)
 
     def count_step(
         self, start: int, stop: int, window: Window | None, *, layers: LayerSplit, last: bool
@@ -148,33 +135,35 @@ class RequestState:
         report = self.report
         # Tokens a retracted request had generated are prefilled again; they are not of the prompt.
         stop = min(stop, self.num_tokens)
-        if report["prefix_tokens"] == 0 and report["computed_tokens"] == 0:
-            report["prefix_tokens"] = min(start, self.num_tokens)
+        if report.prefix_tokens == 0 and report.computed_tokens == 0:
+            report.prefix_tokens = min(start, self.num_tokens)
         head = reused = recomputed = 0
         if window is not None:
             head = window.head_stop - window.start
             recomputed = window.num_recomputed
             reused = window.num_dropped
-            report["layer_rows"] += window.layer_rows(layers)
+            report.layer_rows += window.layer_rows(layers)
         else:
-            report["layer_rows"] += max(0, stop - start) * layers.total
-        report["prefix_tokens"] += head
-        report["reused_tokens"] += reused
-        report["recomputed_tokens"] += recomputed
-        report["computed_tokens"] += max(0, stop - start) - head - reused - recomputed
+            report.layer_rows += max(0, stop - start) * layers.total
+        report.prefix_tokens += head
+        report.reused_tokens += reused
+        report.recomputed_tokens += recomputed
+        report.computed_tokens += max(0, stop - start) - head - reused - recomputed
+        self.told.update(report.for_client())
 
     def count_whole(self, window: Window, *, layers: LayerSplit) -> None:
         """Count a step that was to do what a window says, and computed everything instead."""
         report = self.report
         head = window.head_stop - window.start
-        report["prefix_tokens"] -= head
-        report["reused_tokens"] -= window.num_dropped
-        report["recomputed_tokens"] -= window.num_recomputed
-        report["computed_tokens"] += head + window.num_candidates
-        report["layer_rows"] += (window.stop - window.start) * layers.total
-        report["layer_rows"] -= window.layer_rows(layers)
-        if window.spans and report["reused_tokens"] == 0 and report["recomputed_tokens"] == 0:
-            report["fallback"] = str(FallbackReason.BESIDE_EMBEDDINGS)
+        report.prefix_tokens -= head
+        report.reused_tokens -= window.num_dropped
+        report.recomputed_tokens -= window.num_recomputed
+        report.computed_tokens += head + window.num_candidates
+        report.layer_rows += (window.stop - window.start) * layers.total
+        report.layer_rows -= window.layer_rows(layers)
+        if window.spans and report.reused_tokens == 0 and report.recomputed_tokens == 0:
+            report.fallback = FallbackReason.BESIDE_EMBEDDINGS
+        self.told.update(report.for_client())
 
 
 def state_of(req: Any) -> RequestState | None:

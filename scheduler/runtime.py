@@ -127,7 +127,7 @@ class BlendRuntime:
         if self.canary is not None and last and not state.counted:
             self.canary.consider(req, state)
         if req.customized_info is None:
-            req.customized_info = {"sgl_blend": [state.report]}
+            req.customized_info = {"sgl_blend": [state.told]}
 
     # --- forward ---
 

@@ -1,9 +1,9 @@
 """Totals of the scheduler process, for /server_info and Prometheus."""
 
 from collections import Counter
-from typing import Any
 
 from sgl_blend.fallback import FallbackReason
+from sgl_blend.report import BlendReport
 
 _COUNTED = (
     "prompt_tokens",
@@ -31,16 +31,16 @@ class BlendMetrics:
         self.fallbacks: Counter[str] = Counter()
         self._prometheus = _PrometheusCounters(labels) if publish else None
 
-    def add(self, report: dict[str, Any]) -> None:
+    def add(self, report: BlendReport) -> None:
         """Count one request whose prefill is done."""
-        counts = {name: int(report[name]) for name in _COUNTED}
+        counts = {name: int(getattr(report, name)) for name in _COUNTED}
         counts["requests"] = 1
         counts["blended"] = int(counts["reused_tokens"] > 0)
         self.totals.update(counts)
-        if report["fallback"] is not None:
-            self.fallbacks[report["fallback"]] += 1
+        if report.fallback is not None:
+            self.fallbacks[report.fallback.value] += 1
         if self._prometheus is not None:
-            self._prometheus.add(counts, report["fallback"])
+            self._prometheus.add(counts, report.fallback)
 
 
 class CanaryMetrics:
@@ -137,9 +137,8 @@ class _PrometheusCounters:
             "sgl_blend:fallback_total", "Requests not blended, by reason.", [*names, "reason"]
         )
 
-    def add(self, counts: dict[str, int], fallback: str | None) -> None:
+    def add(self, counts: dict[str, int], fallback: FallbackReason | None) -> None:
         for name, counter in self._counters.items():
             counter.labels(**self._labels).inc(counts[name])
         if fallback is not None:
-            reason = FallbackReason(fallback).name.lower()
-            self._fallback.labels(**self._labels, reason=reason).inc()
+            self._fallback.labels(**self._labels, reason=fallback.value).inc()

@@ -229,11 +229,14 @@ class Driver:
             tables.append([float(by_token[token]) for token in sorted(by_token)])
         inputs = (logprob.input_token_logprobs_val if logprob is not None else None) or []
         state = getattr(req, "sgl_blend", None)
+        report = {} if state is None else state.report.for_client()
+        if state is not None and state.told:
+            assert state.told == report, "the client is told something else than what was counted"
         return Answer(
             output_ids=list(req.output_ids),
             logprobs=tables,
             input_logprobs=[float(x) for x in inputs if x is not None],
-            report={} if state is None else dict(state.report),
+            report=report,
             finish=type(req.finished_reason).__name__,
         )
 

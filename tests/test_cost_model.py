@@ -89,7 +89,7 @@ def test_short_prompts_are_left_alone_and_long_ones_blended(start_engine: StartE
     # Of two chunks the first stands in place and is exact; 127 rows are dropped, 2 layers above.
     # Of six, 637 are.
     short, long = start_engine().call(_blend_at_a_price, 0.6)
-    assert short["fallback"] == "blending would not be faster"
+    assert short["fallback"] == "not_faster"
     assert short["reused_tokens"] == short["recomputed_tokens"] == 0
     assert short["prefix_tokens"] > len(SYSTEM), "the exact chunk behind the system prompt is lost"
     assert long["fallback"] is None

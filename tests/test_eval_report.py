@@ -98,7 +98,7 @@ def test_the_table_shows_every_row_with_its_interval() -> None:
 
 
 def test_a_row_with_fallbacks_is_warned_of() -> None:
-    fallen = row(fallbacks=2, fallback_reasons={"no chunk in the prompt": 2})
+    fallen = row(fallbacks=2, fallback_reasons={"no_chunks": 2})
     (warning,) = warnings(report(row(), fallen))
     assert warning == ("hkvd at 0.15: 2 of 8 requests were not blended (no chunk in the prompt)")
 

@@ -111,9 +111,7 @@ def test_the_difference_to_full_prefill_is_paired() -> None:
 
 
 def test_full_prefill_costs_all() -> None:
-    disabled = [
-        score(1.0, fallback="disabled by the request", reused_tokens=0, recomputed_tokens=0)
-    ]
+    disabled = [score(1.0, fallback="disabled", reused_tokens=0, recomputed_tokens=0)]
     row = make_row(FULL, [item()], disabled, disabled, num_layers=4, seed=0)
     assert (row.policy, row.ratio, row.check_layer, row.build_prefix) == ("full", 1.0, None, None)
     assert (row.recomputed_share, row.layer_rows_share, row.fallbacks) == (1.0, 1.0, 0)
@@ -122,12 +120,12 @@ def test_full_prefill_costs_all() -> None:
 def test_fallbacks_are_counted_by_reason_and_left_out_where_there_are_none() -> None:
     items = [item()] * 3
     full = [score(1.0)] * 3
-    scores = [score(1.0), score(1.0, fallback="no chunk in the prompt"), score(1.0)]
+    scores = [score(1.0), score(1.0, fallback="no_chunks"), score(1.0)]
 
     row = make_row(HKVD, items, scores, full, num_layers=4, seed=0)
     clean = make_row(HKVD, items, full, full, num_layers=4, seed=0)
 
-    assert (row.fallbacks, row.fallback_reasons) == (1, {"no chunk in the prompt": 1})
+    assert (row.fallbacks, row.fallback_reasons) == (1, {"no_chunks": 1})
     written = msgspec.to_builtins(clean)
     assert written["fallbacks"] == 0
     assert "fallback_reasons" not in written

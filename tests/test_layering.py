@@ -8,6 +8,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"kernels"},
     {"errors", "fallback"},
+    {"report"},
     {"metrics"},
     {"engine"},
     {"policies"},

@@ -15,12 +15,12 @@ BEGIN, END = "<!-- tables: tools/roads_table.py -->\n", "<!-- end of tables -->\
 def tables() -> str:
     """Return the tables of what is served, dropped and refused."""
     served = "".join(f"| {road.name} | {road.how} | {road.test} |\n" for road in SERVED)
-    dropped = "".join(f"| {reason} | `{reason.name.lower()}` |\n" for reason in FallbackReason)
+    dropped = "".join(f"| `{reason}` | {reason.message} |\n" for reason in FallbackReason)
     refused = "".join(f"| `{refusal.flag}` | {refusal.why} |\n" for refusal in REFUSALS)
     return (
         f"\n## Served\n\n| road | how | shown by |\n|---|---|---|\n{served}"
         "\n## Dropped for one request, and counted\n\n"
-        f"| `fallback` in `meta_info` | `reason` of `sgl_blend:fallback_total` |\n|---|---|\n{dropped}"
+        f"| `fallback` | `fallback_message` |\n|---|---|\n{dropped}"
         f"\n## Refused at start\n\n| flag to change | why |\n|---|---|\n{refused}\n"
     )
 
