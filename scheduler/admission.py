@@ -178,13 +178,13 @@ class Admission:
 
     def _is_worth_it(self, req: Any, state: RequestState, plan: BlendPlan) -> bool:
         """Tell whether a plan makes the prefill faster; an exact prefix alone always does."""
-        window = plan.window(sglang.prefix_length(req), state.num_tokens)
-        if self._cost_model is None or window is None or not window.spans:
+        step = plan.step(sglang.prefix_length(req), state.num_tokens)
+        if self._cost_model is None or step is None or not step.spans:
             return True
-        num_rows = window.stop - window.head_stop
-        early = POLICIES[window.policy].skips_full_layers
+        num_rows = step.stop - step.exact_stop
+        early = POLICIES[step.policy].skips_full_layers
         saved = self._cost_model.saves_s(
-            num_rows, window.num_candidates, window.num_dropped, early=early
+            num_rows, step.num_candidates, step.num_dropped, early=early
         )
         return saved >= 0
 
@@ -194,11 +194,11 @@ class Admission:
         All refunds of a batch together are at most its budget, so that at most twice as many rows as
         the operator allowed pass the layers up to the check layer.
         """
-        window = plan.window(*sglang.step_range(req))
-        if self._refund_limit == 0 or window is None:
+        step = plan.step(*sglang.step_range(req))
+        if self._refund_limit == 0 or step is None:
             return verdict
-        rows = window.stop - window.start
-        saved = rows - -(-window.layer_rows(self._layers) // self._layers.total)
+        rows = step.stop - step.start
+        saved = rows - -(-step.layer_rows(self._layers) // self._layers.total)
         so_far = getattr(adder, _REFUNDED, 0)
         given = max(0, min(saved, self._refund_limit - so_far))
         setattr(adder, _REFUNDED, so_far + given)

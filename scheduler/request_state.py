@@ -8,7 +8,7 @@ from typing import Any
 
 from sgl_blend.engine import adapter as sglang
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.fusion.plan import BlendPlan, LayerSplit, Window
+from sgl_blend.fusion.plan import BlendPlan, LayerSplit, StepPlan
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import ModelFingerprint
@@ -127,7 +127,7 @@ class RequestState:
         self.report = self._new_report(chunk_hits=hits, chunk_misses=misses, fallback=fallback)
 
     def count_step(
-        self, start: int, stop: int, window: Window | None, *, layers: LayerSplit, last: bool
+        self, start: int, stop: int, step: StepPlan | None, *, layers: LayerSplit, last: bool
     ) -> None:
         """Count the tokens of one admitted prefill step over [start, stop)."""
         self.unprocessed_steps += 1
@@ -137,31 +137,31 @@ class RequestState:
         stop = min(stop, self.num_tokens)
         if report.prefix_tokens == 0 and report.computed_tokens == 0:
             report.prefix_tokens = min(start, self.num_tokens)
-        head = reused = recomputed = 0
-        if window is not None:
-            head = window.head_stop - window.start
-            recomputed = window.num_recomputed
-            reused = window.num_dropped
-            report.layer_rows += window.layer_rows(layers)
+        exact = reused = recomputed = 0
+        if step is not None:
+            exact = step.exact_stop - step.start
+            recomputed = step.num_recomputed
+            reused = step.num_dropped
+            report.layer_rows += step.layer_rows(layers)
         else:
             report.layer_rows += max(0, stop - start) * layers.total
-        report.prefix_tokens += head
+        report.prefix_tokens += exact
         report.reused_tokens += reused
         report.recomputed_tokens += recomputed
-        report.computed_tokens += max(0, stop - start) - head - reused - recomputed
+        report.computed_tokens += max(0, stop - start) - exact - reused - recomputed
         self.told.update(report.for_client())
 
-    def count_whole(self, window: Window, *, layers: LayerSplit) -> None:
-        """Count a step that was to do what a window says, and computed everything instead."""
+    def count_whole(self, step: StepPlan, *, layers: LayerSplit) -> None:
+        """Count a step that was to do what its plan says, and computed everything instead."""
         report = self.report
-        head = window.head_stop - window.start
-        report.prefix_tokens -= head
-        report.reused_tokens -= window.num_dropped
-        report.recomputed_tokens -= window.num_recomputed
-        report.computed_tokens += head + window.num_candidates
-        report.layer_rows += (window.stop - window.start) * layers.total
-        report.layer_rows -= window.layer_rows(layers)
-        if window.spans and report.reused_tokens == 0 and report.recomputed_tokens == 0:
+        exact = step.exact_stop - step.start
+        report.prefix_tokens -= exact
+        report.reused_tokens -= step.num_dropped
+        report.recomputed_tokens -= step.num_recomputed
+        report.computed_tokens += exact + step.num_candidates
+        report.layer_rows += (step.stop - step.start) * layers.total
+        report.layer_rows -= step.layer_rows(layers)
+        if step.spans and report.reused_tokens == 0 and report.recomputed_tokens == 0:
             report.fallback = FallbackReason.BESIDE_EMBEDDINGS
         self.told.update(report.for_client())
 

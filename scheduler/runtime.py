@@ -8,7 +8,7 @@ from sgl_blend.engine import adapter as sglang
 from sgl_blend.engine import orders as sglang_orders
 from sgl_blend.engine.forward import has_embeddings, join_outputs, take_requests
 from sgl_blend.fusion.fusor import Fusor
-from sgl_blend.fusion.plan import Window
+from sgl_blend.fusion.plan import StepPlan
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.admission import Admission
@@ -118,9 +118,9 @@ class BlendRuntime:
 
     def _count_step(self, req: Any, state: RequestState) -> None:
         start, stop = sglang.step_range(req)
-        window = None if state.plan is None else state.plan.window(start, stop)
+        step = None if state.plan is None else state.plan.step(start, stop)
         last = stop >= len(sglang.fill_ids(req))
-        state.count_step(start, stop, window, layers=self._fusor.layers, last=last)
+        state.count_step(start, stop, step, layers=self._fusor.layers, last=last)
         if state.plan is not None:
             self._planned[req.rid] = state
         self._shares.admit(stop - start)
@@ -157,25 +157,25 @@ class BlendRuntime:
         return self._forward_group(orig, runner, batch, args)
 
     def _forward_group(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
-        windows = self._windows(batch)
-        if any(windows) and has_embeddings(batch):
-            for rid, window in zip(batch.rids, windows, strict=True):
-                if window is not None:
-                    self._planned[rid].count_whole(window, layers=self._fusor.layers)
-            windows = []
-        if not any(windows):
+        steps = self._step_plans(batch)
+        if any(steps) and has_embeddings(batch):
+            for rid, step in zip(batch.rids, steps, strict=True):
+                if step is not None:
+                    self._planned[rid].count_whole(step, layers=self._fusor.layers)
+            steps = []
+        if not any(steps):
             return orig(runner, batch, *args[0], **args[1])
-        return self._fusor.run(batch, windows)
+        return self._fusor.run(batch, steps)
 
-    def _windows(self, batch: Any) -> list[Window | None]:
-        windows: list[Window | None] = []
+    def _step_plans(self, batch: Any) -> list[StepPlan | None]:
+        steps: list[StepPlan | None] = []
         for rid, start, length in zip(
             batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True
         ):
             state = self._planned.get(rid)
             plan = None if state is None else state.plan
-            windows.append(None if plan is None else plan.window(start, start + length))
-        return windows
+            steps.append(None if plan is None else plan.step(start, start + length))
+        return steps
 
     @property
     def has_work(self) -> bool:

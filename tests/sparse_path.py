@@ -236,20 +236,20 @@ class _Eager(int):
 def _all_rows_kept() -> Iterator[None]:
     """Let every request with chunks select in all layers that may, and keep all its rows."""
     from sgl_blend.fusion.fusor import Fusor
-    from sgl_blend.fusion.plan import LayerSplit, Window
+    from sgl_blend.fusion.plan import LayerSplit, StepPlan
 
     original = Fusor._candidates
 
     def candidates(fusor: Fusor, *args: Any) -> Any:
-        drops_any = property(lambda window: window.num_candidates)
-        with patch.object(Window, "num_dropped", drops_any):
+        drops_any = property(lambda step: step.num_candidates)
+        with patch.object(StepPlan, "num_dropped", drops_any):
             return original(fusor, *args)
 
-    def schedule(window: Window, layers: LayerSplit) -> list[int]:
-        return [_Eager(window.num_candidates)] * layers.above
+    def schedule(step: StepPlan, layers: LayerSplit) -> list[int]:
+        return [_Eager(step.num_candidates)] * layers.above
 
     with (
         patch.object(Fusor, "_candidates", candidates),
-        patch.object(Window, "schedule", schedule),
+        patch.object(StepPlan, "schedule", schedule),
     ):
         yield

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_blend.fusion.plan import BlendPlan, ReusedSpan, Window
+from sgl_blend.fusion.plan import BlendPlan, ReusedSpan, StepPlan
 from sgl_blend.policies import POLICIES, recompute_budget
 
 
@@ -54,9 +54,9 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(plan, num_tokens, prefix, list(pairwise(edges)))
 
 
-def reused_in(window: Window) -> list[int]:
+def reused_in(step: StepPlan) -> list[int]:
     """Positions of a window whose KV comes from the pool, head first."""
-    runs = ([] if window.head is None else [window.head]) + list(window.spans)
+    runs = ([] if step.exact_prefix is None else [step.exact_prefix]) + list(step.spans)
     return [position for run in runs for position in range(run.start, run.stop)]
 
 
@@ -71,60 +71,64 @@ def planned(plan: BlendPlan) -> dict[int, int]:
 @given(cases())
 def test_a_window_lies_inside_its_step_in_ascending_order(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        if window is not None:
-            positions = reused_in(window)
-            assert (window.start, window.stop) == (start, stop)
+        step = case.plan.step(start, stop)
+        if step is not None:
+            positions = reused_in(step)
+            assert (step.start, step.stop) == (start, stop)
             assert positions == sorted(set(positions))
             assert all(start <= position < stop for position in positions)
-            assert all(len(span) > 0 for span in window.spans)
+            assert all(len(span) > 0 for span in step.spans)
 
 
 @given(cases())
 def test_the_last_row_of_a_step_is_always_computed(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        assert window is None or stop - 1 not in reused_in(window)
+        step = case.plan.step(start, stop)
+        assert step is None or stop - 1 not in reused_in(step)
 
 
 @given(cases())
 def test_rows_that_must_be_computed_are_never_reused(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        if window is not None:
-            assert all(position < case.plan.computed_from for position in reused_in(window))
+        step = case.plan.step(start, stop)
+        if step is not None:
+            assert all(position < case.plan.computed_from for position in reused_in(step))
 
 
 @given(cases())
 def test_everything_else_that_is_planned_is_reused(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
+        step = case.plan.step(start, stop)
         limit = min(stop - 1, case.plan.computed_from)
         exact = case.plan.exact
-        head = range(start, min(exact.stop, limit)) if exact and exact.start <= start else range(0)
+        exact_prefix = (
+            range(start, min(exact.stop, limit)) if exact and exact.start <= start else range(0)
+        )
         chunks = {position for span in case.plan.spans for position in range(span.start, span.stop)}
-        wanted = sorted({*head, *(p for p in range(start, limit) if p in chunks)})
+        wanted = sorted({*exact_prefix, *(p for p in range(start, limit) if p in chunks)})
 
-        assert ([] if window is None else reused_in(window)) == wanted
+        assert ([] if step is None else reused_in(step)) == wanted
 
 
 @given(cases())
 def test_a_head_begins_with_its_step(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        if window is not None and window.head is not None:
-            assert window.head.start == start < window.head_stop == window.head.stop < stop
-            assert all(span.start >= window.head_stop for span in window.spans)
-        elif window is not None:
-            assert window.head_stop == start
+        step = case.plan.step(start, stop)
+        if step is not None and step.exact_prefix is not None:
+            assert (
+                step.exact_prefix.start == start < step.exact_stop == step.exact_prefix.stop < stop
+            )
+            assert all(span.start >= step.exact_stop for span in step.spans)
+        elif step is not None:
+            assert step.exact_stop == start
 
 
 @given(cases())
 def test_a_position_keeps_its_slot_and_source_through_every_cut(case: Case) -> None:
     slots = planned(case.plan)
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        for span in () if window is None else (window.head, *window.spans):
+        step = case.plan.step(start, stop)
+        for span in () if step is None else (step.exact_prefix, *step.spans):
             if span is not None:
                 for offset, slot in enumerate(span.slots.tolist()):
                     assert slot == slots[span.start + offset]
@@ -134,15 +138,15 @@ def test_a_position_keeps_its_slot_and_source_through_every_cut(case: Case) -> N
 @given(cases())
 def test_counts_add_up_and_the_budget_is_the_policys(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        if window is not None:
-            head = 0 if window.head is None else len(window.head)
-            assert window.num_candidates + head == len(reused_in(window))
-            assert window.num_recomputed + window.num_dropped == window.num_candidates
-            assert 0 <= window.num_recomputed <= window.num_candidates
-            assert window.policy == case.plan.policy
-            assert window.num_recomputed == recompute_budget(
-                case.plan.policy, case.plan.ratio, window.num_candidates
+        step = case.plan.step(start, stop)
+        if step is not None:
+            exact_prefix = 0 if step.exact_prefix is None else len(step.exact_prefix)
+            assert step.num_candidates + exact_prefix == len(reused_in(step))
+            assert step.num_recomputed + step.num_dropped == step.num_candidates
+            assert 0 <= step.num_recomputed <= step.num_candidates
+            assert step.policy == case.plan.policy
+            assert step.num_recomputed == recompute_budget(
+                case.plan.policy, case.plan.ratio, step.num_candidates
             )
 
 
@@ -150,8 +154,8 @@ def test_counts_add_up_and_the_budget_is_the_policys(case: Case) -> None:
 def test_the_steps_of_a_request_cover_it_once(case: Case) -> None:
     reused, computed = [], []
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        here = [] if window is None else reused_in(window)
+        step = case.plan.step(start, stop)
+        here = [] if step is None else reused_in(step)
         reused += here
         computed += sorted(set(range(start, stop)) - set(here))
 
@@ -162,8 +166,8 @@ def test_the_steps_of_a_request_cover_it_once(case: Case) -> None:
 @given(cases())
 def test_a_step_without_reuse_is_a_plain_prefill(case: Case) -> None:
     for start, stop in case.steps:
-        window = case.plan.window(start, stop)
-        assert window is None or reused_in(window)
+        step = case.plan.step(start, stop)
+        assert step is None or reused_in(step)
 
 
 @given(
@@ -192,25 +196,25 @@ def test_a_step_that_starts_before_the_exact_kv_computes_it() -> None:
     # Its rows cannot be left out in the middle of a step, only at its head.
     plan = BlendPlan(span_at(4, 4, 4), (span_at(10, 5, 0),), 19, "hkvd", 0.2)
 
-    window = plan.window(2, 20)
+    step = plan.step(2, 20)
 
-    assert window is not None
-    assert window.head is None
-    assert reused_in(window) == list(range(10, 15))
+    assert step is not None
+    assert step.exact_prefix is None
+    assert reused_in(step) == list(range(10, 15))
 
 
 def test_the_picture_of_a_whole_request() -> None:
     plan = BlendPlan(span_at(0, 4, 0), (span_at(6, 5, 100), span_at(11, 5, 50)), 19, "hkvd", 0.2)
 
-    window = plan.window(0, 20)
+    step = plan.step(0, 20)
 
-    assert window is not None
-    assert window.head_stop == 4
-    assert [(span.start, span.stop) for span in window.spans] == [(6, 11), (11, 16)]
-    assert (window.num_candidates, window.num_recomputed, window.num_dropped) == (10, 2, 8)
+    assert step is not None
+    assert step.exact_stop == 4
+    assert [(span.start, span.stop) for span in step.spans] == [(6, 11), (11, 16)]
+    assert (step.num_candidates, step.num_recomputed, step.num_dropped) == (10, 2, 8)
 
 
 @pytest.mark.parametrize("stop", [1, 2])
 def test_a_step_of_one_row_reuses_nothing(stop: int) -> None:
     plan = BlendPlan(span_at(0, 10, 0), (), 9, "hkvd", 0.2)
-    assert plan.window(stop - 1, stop) is None
+    assert plan.step(stop - 1, stop) is None

@@ -1,6 +1,6 @@
 """The fusor: one forward in which some rows take their KV from the cache (CacheBlend §5.3).
 
-    rows of the step        head    | chunks and everything else
+    rows of the step        exact   | chunks and everything else
     not computed            copied  |
     layers below check              | all rows, stock layers
     check layer                     | fresh KV of all rows; selection; attention and MLP of kept rows
@@ -22,9 +22,9 @@ import torch
 from sgl_blend.engine import forward as sglang
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates
-from sgl_blend.fusion.kv_copier import KVMover, Move
+from sgl_blend.fusion.kv_copier import Copy, KVCopier
 from sgl_blend.fusion.phases import Phase, phase
-from sgl_blend.fusion.plan import LayerSplit, Window
+from sgl_blend.fusion.plan import LayerSplit, StepPlan
 from sgl_blend.fusion.rotation import Rotation
 from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.ragged_attention import RaggedKernel
@@ -54,16 +54,16 @@ class Fusor:
         self._runner = runner
         self._modules = sglang.decoder_layers(runner.model)
         self._rotation = rotation
-        self._mover = KVMover(pools, neox=rotation.neox)
+        self._copier = KVCopier(pools, neox=rotation.neox)
         self._kernel = kernel
         self._tp_group = tp_group
 
-    def run(self, forward_batch: Any, windows: Sequence[Window | None]) -> Any:
+    def run(self, forward_batch: Any, steps: Sequence[StepPlan | None]) -> Any:
         """Run one extend batch.
 
         Args:
             forward_batch: SGLang's ForwardBatch in an extend mode; it is not changed.
-            windows: Per request what it reuses, None for a plain prefill. Each window spans
+            steps: Per request what it reuses, None for a plain prefill. Each step spans
                 exactly the request's rows in this batch.
 
         Returns:
@@ -73,18 +73,18 @@ class Fusor:
         runner._prepare_eager_forward_batch(forward_batch)
         batch = sglang.copy_batch(forward_batch)
         with phase(Phase.PLAN):
-            heads = self._take_heads(batch, windows)
-            candidates = self._candidates(batch, windows)
+            exact_lengths = self._take_exact_prefixes(batch, steps)
+            candidates = self._candidates(batch, steps)
         with phase(Phase.COPY):
-            self._mover.move(heads)
+            self._copier.copy(exact_lengths)
         if any(POLICIES[group.policy].prefills_first for group in candidates):
             candidates = self._prefill_first(batch, candidates)
         early = [group for group in candidates if POLICIES[group.policy].skips_full_layers]
         late = [group for group in candidates if not POLICIES[group.policy].skips_full_layers]
-        moves = self._moves(late, self.layers.check + 1, batch)
+        copies = self._copies(late, self.layers.check + 1, batch)
         with phase(Phase.COPY):
-            self._mover.move(self._moves(early, 0, batch))
-            self._mover.start(moves)
+            self._copier.copy(self._copies(early, 0, batch))
+            self._copier.start(copies)
         backend = self._backend(batch, candidates)
         with sglang.forward_with(backend, batch):
             if early:
@@ -93,14 +93,14 @@ class Fusor:
             for layer in _selecting_layers(late, self.layers.check):
                 is_first = layer == self.layers.check
                 if not is_first:  # rows kept so far write above the check layer, over the copies
-                    self._mover.wait()
+                    self._copier.wait()
                 with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
                     self._run_layers(batch, layer - done)
                 with phase(Phase.CHECK_LAYER):
                     backend.select_at(layer)
                     with sglang.residual_rows(self._modules[layer], lambda: backend.kept_rows):
                         self._run_layers(batch, 1)
-                    self._mover.wait()
+                    self._copier.wait()
                 done = layer + 1
             with (
                 phase(Phase.SHRUNK_LAYERS),
@@ -171,38 +171,44 @@ class Fusor:
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
 
-    def _take_heads(self, batch: Any, windows: Sequence[Window | None]) -> list[Move]:
-        """Take the rows of exact heads out of the batch and return the copies that stand for them."""
+    def _take_exact_prefixes(self, batch: Any, steps: Sequence[StepPlan | None]) -> list[Copy]:
+        """Take the rows of exact prefixes out of the batch; return the copies that stand for them."""
         lengths = batch.extend_seq_lens_cpu
-        heads = [0 if window is None else window.head_stop - window.start for window in windows]
-        if not any(heads):
+        exact_lengths = [0 if step is None else step.exact_stop - step.start for step in steps]
+        if not any(exact_lengths):
             return []
         starts = first_rows(lengths)
         device = batch.input_ids.device
-        head_rows = torch.cat([_range(s, h) for s, h in zip(starts, heads, strict=True)])
+        exact_rows = torch.cat([_range(s, h) for s, h in zip(starts, exact_lengths, strict=True)])
         body_rows = torch.cat(
-            [_range(s + h, n - h) for s, h, n in zip(starts, heads, lengths, strict=True)]
+            [_range(s + h, n - h) for s, h, n in zip(starts, exact_lengths, lengths, strict=True)]
         )
-        positions = torch.zeros(sum(heads), dtype=torch.int64, device=device)
-        cos, sin = self._rotation.between(positions, positions)  # an exact head stays where it was
-        move = Move(
+        positions = torch.zeros(sum(exact_lengths), dtype=torch.int64, device=device)
+        cos, sin = self._rotation.between(
+            positions, positions
+        )  # an exact prefix stays where it was
+        copy = Copy(
             layers=range(self.layers.total),
             source_slots=torch.cat(
-                [window.head.slots for window in windows if window is not None and window.head]
+                [
+                    step.exact_prefix.slots
+                    for step in steps
+                    if step is not None and step.exact_prefix
+                ]
             ),
-            dest_slots=batch.out_cache_loc[to_device(head_rows, device)],
+            dest_slots=batch.out_cache_loc[to_device(exact_rows, device)],
             cos=cos,
             sin=sin,
         )
-        sglang.advance_prefix(batch, heads)
-        body = [length - head for length, head in zip(lengths, heads, strict=True)]
+        sglang.advance_prefix(batch, exact_lengths)
+        body = [length - exact for length, exact in zip(lengths, exact_lengths, strict=True)]
         sglang.take_rows(batch, to_device(body_rows, device), body)
-        return [move]
+        return [copy]
 
-    def _moves(self, groups: list[Candidates], first_layer: int, batch: Any) -> list[Move]:
+    def _copies(self, groups: list[Candidates], first_layer: int, batch: Any) -> list[Copy]:
         """Return the copies of all rows of some groups, in all layers from one on."""
         return [
-            Move(
+            Copy(
                 layers=range(first_layer, self.layers.total),
                 source_slots=group.source_slots,
                 dest_slots=batch.out_cache_loc[group.rows],
@@ -213,48 +219,48 @@ class Fusor:
             if not POLICIES[group.policy].true_kv
         ]
 
-    def _candidates(self, batch: Any, windows: Sequence[Window | None]) -> list[Candidates]:
+    def _candidates(self, batch: Any, steps: Sequence[StepPlan | None]) -> list[Candidates]:
         """Collect, per request that drops rows, what selection and copying need."""
         device = batch.input_ids.device
         found = []
         first_row = 0
-        for request, (length, window) in enumerate(
-            zip(batch.extend_seq_lens_cpu, windows, strict=True)
+        for request, (length, step) in enumerate(
+            zip(batch.extend_seq_lens_cpu, steps, strict=True)
         ):
-            if window is not None and window.num_dropped > 0:
-                found.append(self._candidates_of(window, request, first_row, device))
+            if step is not None and step.num_dropped > 0:
+                found.append(self._candidates_of(step, request, first_row, device))
             first_row += length
         return found
 
     def _candidates_of(
-        self, window: Window, request: int, first_row: int, device: torch.device
+        self, step: StepPlan, request: int, first_row: int, device: torch.device
     ) -> Candidates:
-        lengths = [len(span) for span in window.spans]
+        lengths = [len(span) for span in step.spans]
         host = torch.stack(
             [
-                torch.cat([_range(span.start, len(span)) for span in window.spans]),
-                torch.cat([_range(span.source_start, len(span)) for span in window.spans]),
+                torch.cat([_range(span.start, len(span)) for span in step.spans]),
+                torch.cat([_range(span.source_start, len(span)) for span in step.spans]),
             ]
         )
         positions, stored = to_device(host, device)
         cos, sin = self._rotation.between(stored, positions)
-        policy = POLICIES[window.policy]
-        schedule = window.schedule(self.layers)
+        policy = POLICIES[step.policy]
+        schedule = step.schedule(self.layers)
         priorities = None
         if policy.sees is Sees.NOTHING:
             priorities = to_device(policy.prioritise(None, lengths, schedule[0]), device)
-        to_row = first_row - window.head_stop
+        to_row = first_row - step.exact_stop
         return Candidates(
             request=request,
             rows=positions + to_row,
             positions=positions,
             chunk_lengths=lengths,
-            source_slots=torch.cat([span.slots for span in window.spans]),
+            source_slots=torch.cat([span.slots for span in step.spans]),
             cos=cos,
             sin=sin,
-            policy=window.policy,
+            policy=step.policy,
             schedule=schedule,
-            question=range(window.spans[-1].stop + to_row, window.stop + to_row),
+            question=range(step.spans[-1].stop + to_row, step.stop + to_row),
             priorities=priorities,
         )
 

@@ -15,7 +15,7 @@ from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Copy:
     """KV of some tokens, copied in a range of layers.
 
     Attributes:
@@ -33,7 +33,7 @@ class Move:
     sin: torch.Tensor
 
 
-class KVMover:
+class KVCopier:
     """Copies KV inside the pool; owned by the thread that runs forwards.
 
     Args:
@@ -48,9 +48,9 @@ class KVMover:
         if pools.k[0].is_cuda:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def move(self, moves: Sequence[Move]) -> None:
+    def copy(self, copies: Sequence[Copy]) -> None:
         """Copy now: what runs next on this stream finds the KV in place."""
-        for one in moves:
+        for one in copies:
             copy_rotated_layers(
                 self._pools,
                 one.layers,
@@ -61,15 +61,15 @@ class KVMover:
                 neox=self._neox,
             )
 
-    def start(self, moves: Sequence[Move]) -> None:
+    def start(self, copies: Sequence[Copy]) -> None:
         """Copy beside what this stream does next; only after ``wait`` is the KV in place.
 
-        The caller keeps the tensors of the moves until then.
+        The caller keeps the tensors of the copies until then.
         """
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            self.move(moves)
+            self.copy(copies)
 
     def wait(self) -> None:
         """Let this stream wait for what was started."""

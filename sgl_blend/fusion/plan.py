@@ -66,14 +66,15 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepPlan:
     """What one forward step of a request does: rows [start, stop), of which some are not computed.
 
     Attributes:
         start: First position of the step.
         stop: One past the last position.
-        head: Exact KV for [start, head.stop), copied as it is; its rows are never computed.
-        spans: Chunks behind the head, in order; their rows are computed up to the check layer.
+        exact_prefix: Exact KV for [start, exact_prefix.stop), copied as it is. Its rows are never
+            computed.
+        spans: Chunks after the exact prefix, in order; their rows are computed up to the check layer.
         num_recomputed: How many rows of the spans go on being computed; under a gradual policy
             the mean over the layers.
         policy: Name of the policy that selects them.
@@ -82,16 +83,16 @@ class Window:
 
     start: int
     stop: int
-    head: ReusedSpan | None
+    exact_prefix: ReusedSpan | None
     spans: tuple[ReusedSpan, ...]
     num_recomputed: int
     policy: str
     ratio: float
 
     @property
-    def head_stop(self) -> int:
+    def exact_stop(self) -> int:
         """First position whose row is computed at all."""
-        return self.start if self.head is None else self.head.stop
+        return self.start if self.exact_prefix is None else self.exact_prefix.stop
 
     @property
     def num_candidates(self) -> int:
@@ -112,7 +113,7 @@ class Window:
 
         The check layer counts with all rows, though most of its work is done for kept rows only.
         """
-        rows = self.stop - self.head_stop
+        rows = self.stop - self.exact_stop
         if POLICIES[self.policy].skips_full_layers:
             return (rows - self.num_dropped) * layers.total
         gone = sum(self.num_candidates - kept for kept in self.schedule(layers))
@@ -139,25 +140,25 @@ class BlendPlan:
     policy: str
     ratio: float
 
-    def window(self, start: int, stop: int) -> Window | None:
+    def step(self, start: int, stop: int) -> StepPlan | None:
         """Return what the step over [start, stop) does, or None if it is a plain prefill.
 
         The last row of a step is always computed, because the engine samples from it.
         """
         limit = min(stop - 1, self.computed_from)
-        head = self.exact.clip(start, limit) if self.exact is not None else None
-        if head is not None and head.start != start:
-            head = None
-        behind = start if head is None else head.stop
+        exact_prefix = self.exact.clip(start, limit) if self.exact is not None else None
+        if exact_prefix is not None and exact_prefix.start != start:
+            exact_prefix = None
+        behind = start if exact_prefix is None else exact_prefix.stop
         clipped = (span.clip(behind, limit) for span in self.spans)
         spans = tuple(span for span in clipped if span is not None)
-        if head is None and not spans:
+        if exact_prefix is None and not spans:
             return None
         num_reused = sum(len(span) for span in spans)
-        return Window(
+        return StepPlan(
             start=start,
             stop=stop,
-            head=head,
+            exact_prefix=exact_prefix,
             spans=spans,
             num_recomputed=recompute_budget(self.policy, self.ratio, num_reused),
             policy=self.policy,

@@ -2,7 +2,7 @@
 
 The checks of compatibility.py look at the model from outside. Whether its layers let rows go only
 shows when they run; the first blended request would find out and take the scheduler with it. So the
-real fusor runs a prompt of a few made-up tokens, with an exact head, a chunk of which half is dropped
+real fusor runs a prompt of a few made-up tokens, with an exact prefix, a chunk of which half is dropped
 and a question, on slots that are free and are given back. Nothing of it reaches the tree or the
 metrics.
 """
@@ -67,7 +67,7 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
 
 @torch.inference_mode()
 def _gives_finite_logits(fusor: Fusor, batch: Any, plan: BlendPlan) -> bool:
-    output = fusor.run(batch, [plan.window(0, _ROWS)])
+    output = fusor.run(batch, [plan.step(0, _ROWS)])
     # The look at the logits waits for the device, and so for its errors.
     return bool(output.logits_output.next_token_logits.isfinite().all())
 
@@ -76,7 +76,7 @@ def _plan(path: torch.Tensor, config: BlendConfig) -> BlendPlan:
     policy = config.blend_policy
     if POLICIES[policy].skips_full_layers or POLICIES[policy].fixed_ratio is not None:
         policy = _SELECTING_POLICY
-    # The chunk stands one token behind the head, so its keys are moved.
+    # The chunk stands one token after the exact prefix, so its keys are moved.
     return BlendPlan(
         exact=ReusedSpan(0, _HEAD, 0, path),
         spans=(ReusedSpan(_HEAD + 1, _HEAD + 1 + _CHUNK, _HEAD, path),),
