@@ -13,11 +13,12 @@ import multiprocessing
 import os
 import random
 import sys
+import tempfile
 import time
 import traceback
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -422,6 +423,35 @@ class Engine:
         if error is not None:
             raise AssertionError(f"in the scheduler process:\n{error}")
         return result
+
+
+def run_forked(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
+    """Run a program's function in a process that has imported SGLang and nothing of ours.
+
+    Returns:
+        Its exit status, as that of a script, and everything it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        work = (function, args, str(log), dict(os.environ))
+        process = _FORK_SERVER.Process(target=_run, args=work)
+        process.start()
+        process.join(_PATIENCE_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        return process.exitcode or 0, log.read_text(errors="replace")
+
+
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], log: str, environment: dict[str, str]
+) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update({**environment, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"})
+    function(*args)
 
 
 class Ranks:

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import Engine, run_forked
 from programs import run_program
 from tiny_models import make_model, make_text_model
 
@@ -469,8 +471,6 @@ REFUSED = {
     "ratio": (["--enable-blend", "--blend-recompute-ratio", "2"], "blend_recompute_ratio must be"),
     "without enable": (["--blend-policy", "random"], "has no effect without enable_blend"),
     "check layer 0": (["--enable-blend", "--blend-check-layer", "0"], "must be at least 1"),
-    "check layer too high": (["--enable-blend", "--blend-check-layer", "3"], "below the last of 4"),
-    "separator": (["--enable-blend", "--blend-separator", "#"], "is not a special token"),
     "radix cache off": (
         ["--enable-blend", "--disable-radix-cache"],
         "--disable-radix-cache is not",
@@ -521,21 +521,44 @@ def test_data_parallel_replicas_blend_each_on_its_own(model: Path, tmp_path: Pat
         assert total["reused_tokens"] > 0
 
 
+def _launch(flags: list[str]) -> None:
+    """Do what ``python -m sglang.launch_server`` does."""
+    sys.argv = ["launch_server.py", *flags]
+    runpy.run_module("sglang.launch_server", run_name="__main__")
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path, name: str) -> None:
+def test_settings_that_cannot_be_blended_with_are_refused(model: Path, name: str) -> None:
     flags, sentence = REFUSED[name]
+    port = str(reserve_port())
+    status, said = run_forked(
+        _launch, ["--model-path", str(model), *flags, *CPU_FLAGS, "--port", port]
+    )
+    assert status != 0
+    assert sentence in said
+
+
+def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    done = run_program([*command, *flags, *CPU_FLAGS, "--port", str(reserve_port())], tmp_path)
-    assert done.returncode != 0
-    assert sentence in done.stdout + done.stderr
-
-
-def test_a_model_with_an_unknown_rotation_is_refused(tmp_path: Path) -> None:
-    path = make_model("llama-dynamic", tmp_path)
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(path)]
-    flags = ["--enable-blend", "--skip-tokenizer-init", "--port", str(reserve_port())]
+    flags = ["--enable-blend", "--blend-separator", "#", "--port", str(reserve_port())]
     done = run_program([*command, *flags, *CPU_FLAGS], tmp_path)
     assert done.returncode != 0
-    assert "rotary embedding DynamicNTKScalingRotaryEmbedding is not supported" in (
-        done.stdout + done.stderr
-    )
+    assert "is not a special token" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "sentence"),
+    [
+        ("llama", {"blend_check_layer": 3}, "blend_check_layer must be below the last of 4 layers"),
+        (
+            "llama-dynamic",
+            {"blend_check_layer": 1},
+            "rotary embedding DynamicNTKScalingRotaryEmbedding is not supported",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_blended_ends_the_scheduler(
+    tmp_path: Path, kind: str, settings: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        Engine(make_model(kind, tmp_path), enable_blend=True, **settings)

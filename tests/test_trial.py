@@ -1,38 +1,33 @@
 """The blended forward at start: it finds what the list of models does not know, and leaves no trace."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from programs import run_program
+from harness import run_forked
+from unlisted_model import start_unlisted
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
-HERE = Path(__file__).parent
 POLICIES = ["hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "first-k", "random", "oracle"]
 
 
-def start_unlisted(folder: Path, *words: str) -> tuple[int, str]:
-    paths = os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "unlisted_model.py"), str(folder / "model"), *words]
-    done = run_program(command, folder, PYTHONPATH=paths)
-    return done.returncode, done.stdout + done.stderr
+def _start_unlisted(folder: Path, listed: bool) -> None:
+    start_unlisted(folder, listed=listed)
 
 
 def test_a_model_that_was_never_blended_is_refused_by_name(tmp_path: Path) -> None:
-    status, log = start_unlisted(tmp_path)
+    status, log = run_forked(_start_unlisted, tmp_path / "model", False)
     assert status != 0
     assert "enable_blend: models of class Exaone4ForCausalLM are not supported, only Llama" in log
 
 
 def test_what_the_list_does_not_know_ends_the_start(tmp_path: Path) -> None:
-    status, log = start_unlisted(tmp_path, "listed")
+    status, log = run_forked(_start_unlisted, tmp_path / "model", True)
     assert status != 0
     assert (
         "enable_blend: models of class Exaone4ForCausalLM cannot be blended: a trial with made-up "

@@ -1,4 +1,4 @@
-"""A program: start the real scheduler on a tiny model of a class that was never blended.
+"""Start the real scheduler on a tiny model of a class that was never blended.
 
 SGLang asks for other attention backends when it reads of this architecture, so the model is loaded
 under the name of a listed one. `listed` puts its class on the allow-list.
@@ -6,8 +6,6 @@ under the name of a listed one. `listed` puts its class on the allow-list.
 
 import json
 import os
-import sys
-import warnings
 from pathlib import Path
 
 from tiny_models import COMMON, THETA
@@ -28,17 +26,17 @@ def make_exaone4(path: Path) -> None:
     written.write_text(json.dumps(settings))
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
+def start_unlisted(folder: Path, *, listed: bool) -> None:
+    """Start the scheduler and end the process; to be run in one of its own."""
     from harness import Driver
     from sglang.srt.models.exaone4 import Exaone4ForCausalLM
     from sglang.srt.models.registry import ModelRegistry
 
     from sgl_blend.engine import compatibility
 
-    make_exaone4(folder := Path(sys.argv[1]))
+    make_exaone4(folder)
     ModelRegistry.models["LlamaForCausalLM"] = Exaone4ForCausalLM
-    if "listed" in sys.argv:
+    if listed:
         compatibility.MODELS = (*compatibility.MODELS, "Exaone4ForCausalLM")
     Driver({"model_path": str(folder), "enable_blend": True, "blend_check_layer": 1})
     os._exit(0)  # its threads would go on
