@@ -1,7 +1,9 @@
 import importlib
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Tensors here are tiny, and idle threads that spin slow a busy machine down tenfold. Engines
     # are processes of their own and keep theirs.
     torch.set_num_threads(1)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the fork server imports the hub's client
     for line in _FOREIGN_WARNINGS:
         config.addinivalue_line("filterwarnings", line)
 
@@ -55,6 +58,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_servers() -> Iterator[None]:
+    """Let the commands start their servers as forks of a process that has imported SGLang."""
+    from forked import ForkedServer
+
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedServer})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sgl_blend.commands.common.server.subprocess", forking)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -9,34 +9,20 @@ its memory check runs at every idle step and raises.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import sys
-import tempfile
 import time
 import traceback
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forked import FORK_SERVER, PATIENCE_S
 from tiny_models import VOCAB_SIZE
-
-_PATIENCE_S = 580
-"""Longest call into a worker; ranks that disagree wait for each other for ever."""
-
-_FORK_SERVER = multiprocessing.get_context("forkserver")
-"""Workers are forked from a process that has imported SGLang: that takes ten seconds."""
-_FORK_SERVER.set_forkserver_preload(
-    [
-        "sglang.srt.managers.scheduler",
-        "sglang.srt.entrypoints.engine",
-        "sglang.srt.models.registry",
-    ]
-)
 
 CPU_ARGS: dict[str, Any] = {
     "device": "cpu",
@@ -377,9 +363,9 @@ class Engine:
         from sgl_blend.commands.common.ports import reserve_port
 
         settings = {"model_path": str(model), "nccl_port": reserve_port(), **settings}
-        self._pipe, far_end = _FORK_SERVER.Pipe()
+        self._pipe, far_end = FORK_SERVER.Pipe()
         work = (far_end, settings, rank, dict(os.environ))
-        self._process = _FORK_SERVER.Process(target=_serve, args=work, daemon=True)
+        self._process = FORK_SERVER.Process(target=_serve, args=work, daemon=True)
         self._process.start()
         far_end.close()
         if wait:
@@ -416,42 +402,13 @@ class Engine:
     def receive(self) -> Any:
         """Wait for the start or for the call that was sent last, and return its result."""
         try:
-            assert self._pipe.poll(_PATIENCE_S), f"no result in {_PATIENCE_S} s: the worker hangs"
+            assert self._pipe.poll(PATIENCE_S), f"no result in {PATIENCE_S} s: the worker hangs"
             error, result = self._pipe.recv()
         except EOFError:
             raise AssertionError("the scheduler process died") from None
         if error is not None:
             raise AssertionError(f"in the scheduler process:\n{error}")
         return result
-
-
-def run_forked(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
-    """Run a program's function in a process that has imported SGLang and nothing of ours.
-
-    Returns:
-        Its exit status, as that of a script, and everything it printed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        work = (function, args, str(log), dict(os.environ))
-        process = _FORK_SERVER.Process(target=_run, args=work)
-        process.start()
-        process.join(_PATIENCE_S)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        return process.exitcode or 0, log.read_text(errors="replace")
-
-
-def _run(
-    function: Callable[..., Any], args: Sequence[Any], log: str, environment: dict[str, str]
-) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.clear()
-    os.environ.update({**environment, "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"})
-    function(*args)
 
 
 class Ranks:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_server import SEP, SYSTEM, Server, rag_text, start_server, stop
+from servers import SEP, SYSTEM, Server, rag_text, start_server, stop
 from tiny_models import VOCAB_SIZE, make_text_model
 
 import sgl_blend

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import run_forked
+from forked import run_forked
 from unlisted_model import start_unlisted
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
