@@ -78,9 +78,8 @@ class ForkedServer:
         words = list(command)
         if words[0] == "env":
             end = words.index(sys.executable)
-            environment.update(
-                {name: value for name, _, value in (word.partition("=") for word in words[1:end])}
-            )
+            settings = [word.partition("=") for word in words[1:end]]
+            environment.update({name: value for name, _, value in settings})
             words = words[end:]
         assert words[:2] == [sys.executable, "-m"], f"not a module of Python: {words}"
         work = (words[2:], stdout.name, str(cwd), environment)

@@ -36,7 +36,7 @@ def test_an_inner_phase_is_not_counted_in_the_outer_one() -> None:
 
 def test_threads_do_not_lie_inside_each_other() -> None:
     other = {**span("sgl_blend.match", 10, 5), "tid": 99}
-    found = add_up([span("sgl_blend.fusion.plan", 0, 100), other])
+    found = add_up([span("sgl_blend.plan", 0, 100), other])
     assert found["host"] == pytest.approx({"plan": 100e-6, "match": 5e-6})
 
 

@@ -46,7 +46,7 @@ def _abort_while_decoding(driver: Driver) -> None:
     driver.settle()
     req = driver.submit(rag(1, 0, max_new_tokens=50))
     driver.run_until(lambda: len(req.output_ids) >= 2)
-    assert req.sgl_blend.report["chunk_hits"] == 2
+    assert req.sgl_blend.report.chunk_hits == 2
     _abort(driver, req.rid)
     driver.run_until(req.finished)
     driver.settle()

@@ -288,6 +288,7 @@ def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path
         [str(serve), "serve", "--model-path", str(model), "--enable-metrics", *flags],
         tmp_path / "log",
         tmp_path,
+        subprocess.Popen,
     )
     try:
         assert running.totals()["separator"] == SEP

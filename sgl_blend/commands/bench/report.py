@@ -21,6 +21,7 @@ from sgl_blend.commands.common.records import (
     find_versions,
     without_folders,
 )
+from sgl_blend.fallback import FallbackReason
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -242,7 +243,8 @@ def summary(outcome: Outcome) -> str:
 def warnings(outcome: Outcome) -> list[str]:
     """Return one sentence for every rate at which requests were not blended."""
     return [
-        f"{point.rate:.3g} requests/s: {count} of {load.requests} requests were not blended: {reason}"
+        f"{point.rate:.3g} requests/s: {count} of {load.requests} requests were not blended: "
+        f"{FallbackReason(reason).message}"
         for point in outcome.points
         if (load := point.blend) is not None
         for reason, count in load.fallbacks.items()

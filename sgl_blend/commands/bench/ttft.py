@@ -250,7 +250,7 @@ def find_shortfall(num_reusable: int, reply: Reply) -> str | None:
     """
     report = reply.report
     if report.get("fallback") is not None:
-        return f"a request was not blended: {report['fallback']}"
+        return f"a request was not blended: {report['fallback_message']}"
     stored = sum(report[name] for name in FATES[:3])
     if stored < num_reusable:
         return f"a request found {stored} of {num_reusable} tokens stored"
