@@ -35,3 +35,8 @@ class FallbackReason(StrEnum):
     BEAM_SEARCH = "beam_search", "beam search is not blended"
     ABORTED = "aborted", "aborted before it was served"
     CANARY = "canary", "the canary switched blending off"
+
+
+def message_of(code: str) -> str:
+    """Return the sentence for a code; a code of another version stands for itself."""
+    return next((reason.message for reason in FallbackReason if reason == code), code)

@@ -194,7 +194,8 @@ def test_a_request_that_found_less_than_planned_is_named() -> None:
     reply = make_reply(1.0, kept=20, reused=80, layers=layers)
     assert find_shortfall(110, reply) is None
     assert find_shortfall(111, reply) == "a request found 110 of 111 tokens stored"
-    reply.report |= {"fallback": "no_hit", "fallback_message": "no chunk of the prompt is stored"}
+    reply.report["fallback"] = "no_hit"
+    reply.report["fallback_message"] = "no chunk of the prompt is stored"
     assert find_shortfall(110, reply) == (
         "a request was not blended: no chunk of the prompt is stored"
     )

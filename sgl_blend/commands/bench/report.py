@@ -21,7 +21,7 @@ from sgl_blend.commands.common.records import (
     find_versions,
     without_folders,
 )
-from sgl_blend.fallback import FallbackReason
+from sgl_blend.fallback import message_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -244,7 +244,7 @@ def warnings(outcome: Outcome) -> list[str]:
     """Return one sentence for every rate at which requests were not blended."""
     return [
         f"{point.rate:.3g} requests/s: {count} of {load.requests} requests were not blended: "
-        f"{FallbackReason(reason).message}"
+        f"{message_of(reason)}"
         for point in outcome.points
         if (load := point.blend) is not None
         for reason, count in load.fallbacks.items()

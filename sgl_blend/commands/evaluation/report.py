@@ -14,7 +14,7 @@ from sgl_blend.commands.common.records import (
     without_folders,
 )
 from sgl_blend.commands.evaluation.scores import Row
-from sgl_blend.fallback import FallbackReason
+from sgl_blend.fallback import message_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -102,7 +102,7 @@ def warnings(report: Report) -> list[str]:
     """Return one sentence for every row in which requests were not blended."""
     return [
         f"{row.policy} at {row.ratio:g}: {row.fallbacks} of {row.n} requests were not blended "
-        f"({', '.join(sorted(FallbackReason(reason).message for reason in row.fallback_reasons))})"
+        f"({', '.join(sorted(message_of(reason) for reason in row.fallback_reasons))})"
         for row in report.rows
         if row.fallback_reasons
     ]
