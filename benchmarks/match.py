@@ -77,7 +77,7 @@ def store_chunks(driver: Driver, system: array[int], count: int, length: int) ->
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-    from sgl_blend.engine import adapter as sglang_adapter
+    from sgl_blend.engine.tree import tree_key
 
     tree = driver.scheduler.tree_cache
     allocator = driver.scheduler.token_to_kv_pool_allocator
@@ -87,7 +87,7 @@ def store_chunks(driver: Driver, system: array[int], count: int, length: int) ->
         path = array("q", system)
         path.extend(_chunk(number, length))
         slots = torch.cat([head, allocator.alloc(length)])
-        key = sglang_adapter.tree_key(path, salt=salt, extra_key=None)
+        key = tree_key(path, salt=salt, extra_key=None)
         stored = len(system) if number else 0
         tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=stored))
 

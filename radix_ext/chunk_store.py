@@ -14,11 +14,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.objects import Tree
+from sgl_blend.engine.tree import (
+    TreeLock,
+    TreeMatch,
+    evictable_tokens,
+    free_tokens,
+    lock_node,
+    match_prefix,
+    stored_tokens,
+    unlock_node,
+)
 from sgl_blend.engine.tree_branch import find_branch, make_check
 from sgl_blend.protocol.request import Span
 
@@ -76,7 +85,7 @@ class ChunkHit(msgspec.Struct, eq=False, gc=False):
 
     key: ChunkKey
     span: Span
-    match: sglang.TreeMatch
+    match: TreeMatch
     prefix_length: int
     num_tokens: int
     complete: bool
@@ -85,7 +94,7 @@ class ChunkHit(msgspec.Struct, eq=False, gc=False):
 class ChunkStore:
     """Finds and locks chunk KV in the server's tree; owns no memory."""
 
-    def __init__(self, tree: Any, page_size: int) -> None:
+    def __init__(self, tree: Tree, page_size: int) -> None:
         self._tree = tree
         self._page_size = page_size
         self._removals = 0
@@ -132,7 +141,7 @@ class ChunkStore:
 
     def touch(self, key: ChunkKey) -> None:
         """Count a chunk and its build prefix as used now."""
-        sglang.match(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
+        match_prefix(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
 
     @property
     def stamp(self) -> tuple[int, int]:
@@ -141,7 +150,7 @@ class ChunkStore:
         While the first number is the same, what was found is where it was; while both are, nothing
         was added either, because without removals a tree that is added to grows.
         """
-        return self._removals, sglang.stored_tokens(self._tree)
+        return self._removals, stored_tokens(self._tree)
 
     def note_removal(self) -> None:
         """Note that the tree is about to evict, or to forget everything."""
@@ -154,21 +163,21 @@ class ChunkStore:
         salt: str | None,
         extra_key: str | None,
         limit: int | None = None,
-    ) -> sglang.TreeMatch:
+    ) -> TreeMatch:
         """Return the longest stored prefix of tokens[:limit] in any namespace."""
-        return sglang.match(self._tree, tokens, salt=salt, extra_key=extra_key, limit=limit)
+        return match_prefix(self._tree, tokens, salt=salt, extra_key=extra_key, limit=limit)
 
     def is_complete(self, key: ChunkKey) -> bool:
         """Tell whether as much of a chunk is stored as the tree's pages can hold; it counts as used."""
         path = key.path
         if len(path) < self._page_size:
             return True
-        found = sglang.match(self._tree, path, salt=key.salt, extra_key=key.extra_key)
+        found = match_prefix(self._tree, path, salt=key.salt, extra_key=key.extra_key)
         return len(found) >= len(path) // self._page_size * self._page_size
 
     def stored_tokens(self, path: array[int], *, salt: str, extra_key: str | None) -> int:
         """Return how many tokens of a path are stored, from its beginning on."""
-        return len(sglang.match(self._tree, path, salt=salt, extra_key=extra_key))
+        return len(match_prefix(self._tree, path, salt=salt, extra_key=extra_key))
 
     def whole_pages(self, num_tokens: int) -> int:
         """Return how many of so many tokens the tree can hold: whole pages only."""
@@ -177,17 +186,17 @@ class ChunkStore:
     @property
     def free_tokens(self) -> int:
         """Slots of the pool that nothing is stored in."""
-        return sglang.free_tokens(self._tree)
+        return free_tokens(self._tree)
 
     @property
     def evictable_tokens(self) -> int:
         """Tokens that the tree could evict now."""
-        return sglang.evictable_tokens(self._tree)
+        return evictable_tokens(self._tree)
 
-    def lock(self, match: sglang.TreeMatch) -> sglang.TreeLock:
+    def lock(self, match: TreeMatch) -> TreeLock:
         """Keep a match's KV in place until unlock."""
-        return sglang.lock(self._tree, match.node)
+        return lock_node(self._tree, match.node)
 
-    def unlock(self, held: sglang.TreeLock) -> None:
+    def unlock(self, held: TreeLock) -> None:
         """Let the tree evict the KV again."""
-        sglang.unlock(self._tree, held)
+        unlock_node(self._tree, held)

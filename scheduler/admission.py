@@ -6,9 +6,28 @@ request does not fit beside its locked chunks, the locks go back and it is admit
 """
 
 from dataclasses import replace
-from typing import Any
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.admission import (
+    continue_verdict,
+    is_alone,
+    is_out_of_memory,
+    refund_rows,
+    stop_verdict,
+    was_admitted,
+)
+from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
+from sgl_blend.engine.requests import (
+    brings_embeddings,
+    fill_ids,
+    is_beam,
+    is_being_aborted,
+    logprobs_from,
+    prefix_length,
+    prompt_ids,
+    set_prefix,
+    set_salt,
+    step_range,
+)
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan
@@ -50,7 +69,7 @@ class Admission:
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
 
-    def add(self, req: Any, state: RequestState, adder: Any, add: AddReq) -> Any:
+    def add(self, req: Req, state: RequestState, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a request with whatever plan it can have.
 
         Args:
@@ -68,7 +87,7 @@ class Admission:
         if state.model != self._model.fingerprint:
             self._follow_model(req, state)
         if self.waits_for_builds(state):
-            return sglang.continue_verdict()  # it waits for that, and is not looked up meanwhile
+            return continue_verdict()  # it waits for that, and is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
         if self._build_first and lookup.missing:
@@ -90,22 +109,22 @@ class Admission:
         else:
             assert reason is not None, "a request without a plan has a reason"
             verdict = self._add_plain(req, state, adder, add, reason, lookup)
-        if sglang.was_admitted(req, adder) and not self._build_first:
+        if was_admitted(req, adder) and not self._build_first:
             self._builder.enqueue(lookup.missing)
         return verdict
 
-    def _follow_model(self, req: Any, state: RequestState) -> None:
+    def _follow_model(self, req: Req, state: RequestState) -> None:
         """Move a request that arrived under other weights to the namespaces of the present ones."""
         state.follow_model(self._model)
         salt = state.blended_namespace(self._model)
-        sglang.set_salt(req, salt)
-        tokens = sglang.fill_ids(req)
+        set_salt(req, salt)
+        tokens = fill_ids(req)
         found = self._store.find_prefix(
             tokens, salt=salt, extra_key=state.keys[0].extra_key, limit=len(tokens) - 1
         )
-        sglang.set_prefix(req, found)
+        set_prefix(req, found)
 
-    def plan(self, req: Any, state: RequestState) -> BlendPlan | None:
+    def plan(self, req: Req, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
         return _make_plan(req, state, self._lookups.look_up(req, state))
 
@@ -130,15 +149,15 @@ class Admission:
 
     def _add_plain(
         self,
-        req: Any,
+        req: Req,
         state: RequestState,
-        adder: Any,
+        adder: PrefillAdder,
         add: AddReq,
         reason: FallbackReason,
         lookup: Lookup | None = None,
-    ) -> Any:
+    ) -> Verdict:
         verdict = add(req)
-        if sglang.was_admitted(req, adder):
+        if was_admitted(req, adder):
             state.plan = None
             missing = 0 if lookup is None else len(lookup.missing)
             state.start_admission(hits=0, misses=missing, fallback=reason)
@@ -146,20 +165,20 @@ class Admission:
 
     def _add_planned(
         self,
-        req: Any,
+        req: Req,
         state: RequestState,
-        adder: Any,
+        adder: PrefillAdder,
         add: AddReq,
         plan: BlendPlan,
         lookup: Lookup,
         reason: FallbackReason | None,
-    ) -> Any:
+    ) -> Verdict:
         matches = [hit.match for hit in lookup.hits]
         if lookup.exact is not None:
             matches.append(lookup.exact[1])
         locks = [self._store.lock(match) for match in matches]
         verdict = add(req)
-        if sglang.was_admitted(req, adder):
+        if was_admitted(req, adder):
             state.plan, state.locks = plan, locks
             for hit in lookup.hits:
                 own = hit.key in state.missed
@@ -171,14 +190,14 @@ class Admission:
         for held in locks:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
-        may_wait = self._build_first and not sglang.is_alone(adder)
-        if sglang.is_out_of_memory(verdict) and not may_wait:
+        may_wait = self._build_first and not is_alone(adder)
+        if is_out_of_memory(verdict) and not may_wait:
             return self._add_plain(req, state, adder, add, FallbackReason.NO_MEMORY, lookup)
         return verdict
 
-    def _is_worth_it(self, req: Any, state: RequestState, plan: BlendPlan) -> bool:
+    def _is_worth_it(self, req: Req, state: RequestState, plan: BlendPlan) -> bool:
         """Tell whether a plan makes the prefill faster; an exact prefix alone always does."""
-        step = plan.step(sglang.prefix_length(req), state.num_tokens)
+        step = plan.step(prefix_length(req), state.num_tokens)
         if self._cost_model is None or step is None or not step.spans:
             return True
         num_rows = step.stop - step.exact_stop
@@ -188,13 +207,13 @@ class Admission:
         )
         return saved >= 0
 
-    def _refund(self, req: Any, adder: Any, plan: BlendPlan, verdict: Any) -> Any:
+    def _refund(self, req: Req, adder: PrefillAdder, plan: BlendPlan, verdict: Verdict) -> Verdict:
         """Do not charge the batch for rows that an admitted plan drops; return the new verdict.
 
         All refunds of a batch together are at most its budget, so that at most twice as many rows as
         the operator allowed pass the layers up to the check layer.
         """
-        step = plan.step(*sglang.step_range(req))
+        step = plan.step(*step_range(req))
         if self._refund_limit == 0 or step is None:
             return verdict
         rows = step.stop - step.start
@@ -202,53 +221,48 @@ class Admission:
         so_far = getattr(adder, _REFUNDED, 0)
         given = max(0, min(saved, self._refund_limit - so_far))
         setattr(adder, _REFUNDED, so_far + given)
-        return sglang.refund(adder, given) if given else verdict
+        return refund_rows(adder, given) if given else verdict
 
     def _build(
-        self, state: RequestState, missing: tuple[ChunkKey, ...], adder: Any, add: AddReq
-    ) -> Any | None:
+        self, state: RequestState, missing: tuple[ChunkKey, ...], adder: PrefillAdder, add: AddReq
+    ) -> Verdict | None:
         """Build a request's missing chunks first.
 
         Returns:
             SGLang's verdict while the request waits for them, None if they cannot be built.
         """
         if self._is_being_built(missing):
-            return sglang.continue_verdict()
+            return continue_verdict()
         # Every round builds something. A request that needs more rounds than there is to build sees
         # its chunks evicted as fast as they are built: the pool cannot hold them all.
         if state.build_rounds > 2 * sum(map(self._builder.count_steps, state.keys)) + 2:
             return None
         if not may_hold_builds(adder):
-            return sglang.stop_verdict()
+            return stop_verdict()
         if self._builder.build_now(list(dict.fromkeys(missing)), adder, add) > 0:
             state.build_rounds += 1
-            return sglang.continue_verdict()
-        return None if sglang.is_alone(adder) else sglang.stop_verdict()
+            return continue_verdict()
+        return None if is_alone(adder) else stop_verdict()
 
 
-def _why_not(req: Any, state: RequestState) -> FallbackReason | None:
+def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
     """Name a property of the request that blending does not serve."""
-    if len(req.origin_input_ids) != state.num_tokens or req.to_finish is not None:
+    if len(prompt_ids(req)) != state.num_tokens or is_being_aborted(req):
         return FallbackReason.ABORTED  # SGLang shortens a request that it is about to abort
-    if (
-        req.multimodal_inputs is not None
-        or req.input_embeds is not None
-        or req.positional_embed_overrides is not None
-        or req.multi_item_delimiter_indices is not None
-        or getattr(req, "token_indices_to_pool", None) is not None
-    ):
+    if brings_embeddings(req):
         return FallbackReason.MULTIMODAL
-    if getattr(req, "beam_group", None) is not None:
+    if is_beam(req):
         return FallbackReason.BEAM_SEARCH
     return None
 
 
-def _make_plan(req: Any, state: RequestState, lookup: Lookup) -> BlendPlan | None:
+def _make_plan(req: Req, state: RequestState, lookup: Lookup) -> BlendPlan | None:
     exact = None if lookup.exact is None else lookup.exact[0]
-    behind = sglang.prefix_length(req) if exact is None else exact.stop
+    behind = prefix_length(req) if exact is None else exact.stop
+    wanted_from = logprobs_from(req)
     computed_from = state.num_tokens - 1
-    if req.return_logprob and req.logprob_start_len >= 0:
-        computed_from = min(computed_from, req.logprob_start_len)
+    if wanted_from is not None:
+        computed_from = min(computed_from, wanted_from)
     spans = []
     for hit in lookup.hits:
         start, found = hit.span.start, hit.match
@@ -277,9 +291,9 @@ def _hits_in_use(lookup: Lookup, plan: BlendPlan | None) -> tuple[ChunkHit, ...]
     return tuple(hit for hit in lookup.hits if id(hit.match.slots) in used)
 
 
-def _why_nothing_is_reused(req: Any, state: RequestState, lookup: Lookup) -> FallbackReason:
+def _why_nothing_is_reused(req: Req, state: RequestState, lookup: Lookup) -> FallbackReason:
     """Name why no chunk's KV is reused at another place than it was computed for."""
-    exact = sglang.prefix_length(req) if lookup.exact is None else lookup.exact[0].stop
+    exact = prefix_length(req) if lookup.exact is None else lookup.exact[0].stop
     if all(span.stop <= exact for span in state.spans):
         return FallbackReason.CACHED
     # What is stored and not exact is reused, unless every row of it must be computed.

@@ -19,11 +19,40 @@ in flight is over with its one forward.
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from sgl_blend.engine import adapter as sglang
-from sgl_blend.engine import orders as sglang_orders
+from sgl_blend.engine.admission import (
+    admitted,
+    continue_verdict,
+    fits_whole,
+    is_alone,
+    is_out_of_memory,
+    stop_verdict,
+    was_admitted,
+)
+from sgl_blend.engine.objects import PrefillAdder, Req, ScheduleBatch, Scheduler, Verdict
+from sgl_blend.engine.orders import takes_background_work
+from sgl_blend.engine.requests import (
+    has_finished,
+    holds_kv,
+    prefix_length,
+    prompt_ids,
+    rid_of,
+    set_prefix,
+    was_aborted,
+)
+from sgl_blend.engine.rounds import (
+    free_rows,
+    has_cut_request,
+    holds_back_tokens,
+    is_decoding,
+    is_queued,
+    leave_queue,
+    pool_capacity,
+    put_first,
+    somebody_waits,
+)
 from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.engine.tree import TOKEN_BYTES
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.build_budget import BuildBudget
@@ -50,7 +79,10 @@ _QUIET_S = 0.05
 _MAX_QUIET_S = 1.0
 """After a prefill, builds leave the machine alone for a moment, so that first tokens get out."""
 
-AddReq = Callable[[Any], Any]
+_STEP = "sgl_blend_step"
+"""Attribute of SGLang's Req: the step of a build that it computes."""
+
+AddReq = Callable[[Req], Verdict]
 
 
 @dataclass(slots=True)
@@ -58,7 +90,7 @@ class _Offer:
     """A step of a background build that stands in the waiting queue for one scheduling round."""
 
     key: ChunkKey
-    build: Any
+    build: Req
     is_charged: bool
     admitted: bool = False
     too_large: bool = False
@@ -73,7 +105,7 @@ class ChunkBuilder:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: Scheduler,
         store: ChunkStore,
         shares: FairShare,
         tp_group: TPGroup,
@@ -84,15 +116,15 @@ class ChunkBuilder:
         self._shares = shares
         self._tp_group = tp_group
         self._store = store
-        self._capacity: int = scheduler.max_total_num_tokens
-        bytes_per_pool = self._capacity * sglang.TOKEN_BYTES
+        self._capacity = pool_capacity(scheduler)
+        bytes_per_pool = self._capacity * TOKEN_BYTES
         self._pending = BuildQueue(_MAX_PENDING, _MAX_PENDING_POOLS * bytes_per_pool)
         limit = _FOREGROUND_STEP_TOKENS if build_first else _BACKGROUND_STEP_TOKENS
         self._steps = StepPlanner(store, step_length(scheduler, limit))
         self._budget = BuildBudget()
         self._quiet_until_s = 0.0
         self._gap_until_s = 0.0
-        self._in_flight: dict[ChunkKey, Any] = {}
+        self._in_flight: dict[ChunkKey, Req] = {}
         self._launched_s: float | None = None
         self._offer: _Offer | None = None
         self.rid_prefix = secret_rid_prefix("build", tp_group)
@@ -134,7 +166,7 @@ class ChunkBuilder:
     @property
     def in_flight_rids(self) -> set[str]:
         """Request ids of the steps that SGLang is running."""
-        return {build.rid for build in self._in_flight.values()}
+        return {rid_of(build) for build in self._in_flight.values()}
 
     # --- background builds ---
 
@@ -169,14 +201,7 @@ class ChunkBuilder:
 
         It looks at it after the next batch was launched, so a build would stand in front of it.
         """
-        scheduler = self._scheduler
-        last = scheduler.last_batch
-        return (
-            bool(getattr(scheduler, "result_queue", None))
-            and last is not None
-            and last.forward_mode.is_extend()
-            and not all(is_internal(req) for req in last.reqs)
-        )
+        return holds_back_tokens(self._scheduler, is_internal)
 
     def rest_next_round(self) -> None:
         """Note that background work runs in this round; while requests decode, none runs next."""
@@ -186,7 +211,7 @@ class ChunkBuilder:
         """Note that the step in flight was interrupted, so that its duration tells nothing."""
         self._launched_s = None
 
-    def offer(self, running_batch: Any) -> bool:
+    def offer(self, running_batch: ScheduleBatch) -> bool:
         """Begin a scheduling round; put a step of a background build into the queue if one may run.
 
         One step a round. While requests wait or decode, never in two rounds in a row, and only on
@@ -197,19 +222,20 @@ class ChunkBuilder:
         """
         self.sweep()
         scheduler = self._scheduler
-        busy = bool(scheduler.waiting_queue) or not running_batch.is_empty()
+        waiting = somebody_waits(scheduler)
+        busy = waiting or is_decoding(running_batch)
         rest = busy and self._offered_last_round
         self._offered_last_round = False
         is_charged = self._tell_time(busy=busy)
-        if not sglang_orders.takes_background_work(scheduler):
+        if not takes_background_work(scheduler):
             return False
-        if rest or self._in_flight or scheduler.chunked_req is not None:
+        if rest or self._in_flight or has_cut_request(scheduler):
             return False
         if not self._pending:
-            return not scheduler.waiting_queue
+            return not waiting
         if is_charged and not self._budget.affords_step():
             return False
-        if not scheduler.waiting_queue and self.must_keep_quiet(self._waiting_since_s()):
+        if not waiting and self.must_keep_quiet(self._waiting_since_s()):
             return False
         return self._offer_next(is_charged=is_charged)
 
@@ -239,22 +265,20 @@ class ChunkBuilder:
 
     def _offer_next(self, *, is_charged: bool) -> bool:
         """Put the next step into the waiting queue; return whether nothing is left to be built."""
-        scheduler = self._scheduler
         while (key := self._pending.first()) is not None:
             step = self._steps.next_step(key)
             if step is not None:
                 self._offer = _Offer(key, self._new_build(step), is_charged)
-                scheduler.waiting_queue.insert(0, self._offer.build)
+                put_first(self._scheduler, self._offer.build)
                 return False
             self._pending.remove(key)  # stored meanwhile
-        return not scheduler.waiting_queue
+        return not somebody_waits(self._scheduler)
 
     def withdraw(self) -> None:
         """End the round: take back what offer() put into the waiting queue, unless it was admitted."""
         if self._offer is None:
             return
         offer, self._offer = self._offer, None
-        scheduler = self._scheduler
         if offer.admitted:
             self.rest_next_round()
             self._launched_s = self._tp_group.now()
@@ -264,7 +288,7 @@ class ChunkBuilder:
             if self._pending.spend(offer.key) > 2 * self._steps.count(offer.key) + 1:
                 self._pending.forget(offer.key)
             return
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req is not offer.build]
+        leave_queue(self._scheduler, offer.build)
         if offer.too_large:
             self._pending.forget(offer.key)
 
@@ -274,7 +298,7 @@ class ChunkBuilder:
         """Tell whether a step of the chunk or of its build prefix is running."""
         return key in self._in_flight or key.prefix_only in self._in_flight
 
-    def build_now(self, keys: list[ChunkKey], adder: Any, add: AddReq) -> int:
+    def build_now(self, keys: list[ChunkKey], adder: PrefillAdder, add: AddReq) -> int:
         """Admit the next steps of one request's missing chunks into the batch that is put together.
 
         Args:
@@ -290,55 +314,51 @@ class ChunkBuilder:
             step = self._steps.next_step(key)
             if step is None or step.key in self._in_flight:
                 continue
-            if len(adder.can_run_list) >= self._free_rows(adder):
+            if len(admitted(adder)) >= free_rows(self._scheduler, adder):
                 break
             build = self._new_build(step)
             verdict = add(build)
-            if not sglang.was_admitted(build, adder):
+            if not was_admitted(build, adder):
                 break
             self._in_flight[step.key] = build
             num_admitted += 1
-            if verdict != sglang.continue_verdict() or not step.key.length:
+            if verdict != continue_verdict() or not step.key.length:
                 break  # the batch is full, or the chunks stand behind this build prefix
         return num_admitted
 
     # --- admission of any step ---
 
-    def admit(self, build: Any, adder: Any, add: AddReq) -> Any:
+    def admit(self, build: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a step if its batch may hold it; add is SGLang's own admission.
 
         A step that is not admitted never closes the batch for the requests behind it.
         """
-        step: BuildStep = build.sgl_blend_step
-        verdict = sglang.stop_verdict()
-        if (
-            may_hold_builds(adder)
-            and self._begin_at_cut(build, step)
-            and sglang.fits_whole(build, adder)
-        ):
+        step = _step_of(build)
+        verdict = stop_verdict()
+        if may_hold_builds(adder) and self._begin_at_cut(build, step) and fits_whole(build, adder):
             verdict = add(build)
         offer = self._offer if self._offer is not None and self._offer.build is build else None
-        if sglang.was_admitted(build, adder):
+        if was_admitted(build, adder):
             self.num_steps += 1
             if offer is not None:
                 offer.admitted = True
                 self._in_flight[step.key] = build
             return verdict
         if offer is not None:
-            offer.too_large = sglang.is_out_of_memory(verdict) and sglang.is_alone(adder)
-        return sglang.continue_verdict()
+            offer.too_large = is_out_of_memory(verdict) and is_alone(adder)
+        return continue_verdict()
 
-    def _begin_at_cut(self, build: Any, step: BuildStep) -> bool:
+    def _begin_at_cut(self, build: Req, step: BuildStep) -> bool:
         """Let a step begin at its cut, even if the tree holds more; return whether it holds enough."""
-        if sglang.prefix_length(build) > step.done:
+        if prefix_length(build) > step.done:
             key = step.key
             found = self._store.find_prefix(
                 key.path, salt=key.salt, extra_key=key.extra_key, limit=step.done
             )
-            sglang.set_prefix(build, found)
-        return sglang.prefix_length(build) == step.done
+            set_prefix(build, found)
+        return prefix_length(build) == step.done
 
-    def _new_build(self, step: BuildStep) -> Any:
+    def _new_build(self, step: BuildStep) -> Req:
         self._serial += 1
         build = new_internal_request(
             self._scheduler,
@@ -347,43 +367,39 @@ class ChunkBuilder:
             salt=step.key.salt,
             extra_key=step.key.extra_key,
         )
-        build.sgl_blend_build = step.key
-        build.sgl_blend_step = step
+        setattr(build, _STEP, step)
         return build
-
-    def _free_rows(self, adder: Any) -> int:
-        running = adder.running_batch
-        rows: int = self._scheduler.get_num_allocatable_reqs(
-            0 if running is None else len(running.reqs)
-        )
-        return rows
 
     def sweep(self) -> None:
         """Forget steps that ended: their KV is inserted, or they were aborted, in the queue or out.
 
         Called between rounds, when every admitted step holds KV or has given it back.
         """
-        waiting = self._scheduler.waiting_queue
         for key, build in list(self._in_flight.items()):
-            ended: bool = build.finished()
-            if not ended and (sglang.holds_kv(build) or build in waiting):
+            ended = has_finished(build)
+            if not ended and (holds_kv(build) or is_queued(self._scheduler, build)):
                 continue
             del self._in_flight[key]
             if self._launched_s is not None:
                 self._budget.learn(self._tp_group.now() - self._launched_s)
                 self._launched_s = None
-            if ended and not sglang.was_aborted(build) and build.sgl_blend_step.is_last:
+            if ended and not was_aborted(build) and _step_of(build).is_last:
                 self._pending.remove(key)
                 self.num_built += 1
                 self._shares.built(key)
-            logger.debug("%s ended, %d tokens", build.rid, len(build.origin_input_ids))
+            logger.debug("%s ended, %d tokens", rid_of(build), len(prompt_ids(build)))
 
 
-def is_build(req: Any) -> bool:
+def _step_of(build: Req) -> BuildStep:
+    step: BuildStep = getattr(build, _STEP)
+    return step
+
+
+def is_build(req: Req) -> bool:
     """Tell whether an internal request is a step of a build."""
-    return getattr(req, "sgl_blend_build", None) is not None
+    return hasattr(req, _STEP)
 
 
-def may_hold_builds(adder: Any) -> bool:
+def may_hold_builds(adder: PrefillAdder) -> bool:
     """Tell whether builds may join a batch: they keep to themselves."""
-    return all(is_build(req) for req in adder.can_run_list)
+    return all(is_build(req) for req in admitted(adder))

@@ -21,7 +21,11 @@ from typing import Any
 
 import torch
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.admission import admitted, continue_verdict, fits_whole, was_admitted
+from sgl_blend.engine.forward import next_token_logits
+from sgl_blend.engine.objects import ModelOutput, PrefillAdder, Req, Scheduler, Verdict
+from sgl_blend.engine.requests import has_finished, holds_kv, prompt_ids, rid_of, was_aborted
+from sgl_blend.engine.rounds import leave_queue, put_first
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import CanaryMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkStore
@@ -93,7 +97,13 @@ class _Shadow:
     steps_left: int
     blended: torch.Tensor | None = None
     full: torch.Tensor | None = None
-    req: Any = None
+    req: Req | None = None
+
+    @property
+    def step(self) -> Req:
+        """The internal request of the current step, of which there is one."""
+        assert self.req is not None, "the shadow was offered"
+        return self.req
 
 
 @dataclass(slots=True)
@@ -123,7 +133,7 @@ class Canary:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: Scheduler,
         store: ChunkStore,
         builder: ChunkBuilder,
         metrics: CanaryMetrics,
@@ -163,7 +173,7 @@ class Canary:
 
     # --- the blended request ---
 
-    def consider(self, req: Any, state: RequestState) -> None:
+    def consider(self, req: Req, state: RequestState) -> None:
         """Pick a blended request whose last prefill step was admitted, if its turn has come.
 
         Turns are counted, not drawn: at rate 0.25 every fourth request that reuses a chunk's KV
@@ -180,8 +190,8 @@ class Canary:
             self._metrics.skip()
             return
         num_steps = -(-state.num_tokens // self._step_tokens)
-        self._picked[req.rid] = _Shadow(
-            token_ids=req.origin_input_ids,
+        self._picked[rid_of(req)] = _Shadow(
+            token_ids=prompt_ids(req),
             salt=state.client_salt,
             extra_key=state.keys[0].extra_key,
             since_s=self._tp_group.now(),
@@ -189,21 +199,21 @@ class Canary:
             steps_left=2 * num_steps + 1,
         )
 
-    def capture(self, rids: list[str], output: Any) -> None:
+    def capture(self, rids: list[str], output: ModelOutput) -> None:
         """Keep the logits that comparisons need; copies on the device and does not wait for it.
 
         Args:
             rids: The requests of the forward.
             output: Its ModelRunnerOutput, before sampling, which may change logits in place.
         """
-        logits = output.logits_output.next_token_logits
+        logits = next_token_logits(output)
         running = self._in_flight
         for row, rid in enumerate(rids):
             shadow = self._picked.pop(rid, None)
             if shadow is not None:
                 shadow.blended = logits[row].clone()
                 self._pending.append(shadow)
-            elif running is not None and rid == running.req.rid and _is_last_step(running):
+            elif running is not None and rid == rid_of(running.step) and _is_last_step(running):
                 running.full = logits[row].clone()
 
     # --- the shadow ---
@@ -215,13 +225,13 @@ class Canary:
         into the queue, or aborted.
         """
         shadow = self._in_flight
-        if shadow is None or (sglang.holds_kv(shadow.req) and not shadow.req.finished()):
+        if shadow is None or (holds_kv(shadow.step) and not has_finished(shadow.step)):
             return
         self._in_flight = None
-        self._leave_queue(shadow)
+        leave_queue(self._scheduler, shadow.step)
         if shadow.blended is None:
             return  # dropped meanwhile, and counted then
-        if not shadow.req.finished() or sglang.was_aborted(shadow.req):
+        if not has_finished(shadow.step) or was_aborted(shadow.step):
             self._metrics.skip()
         elif shadow.full is not None:
             self._judge(shadow)
@@ -245,9 +255,9 @@ class Canary:
             return
         shadow.req = self._new_step(shadow)
         self._offer = _Offer(shadow)
-        self._scheduler.waiting_queue.insert(0, shadow.req)
+        put_first(self._scheduler, shadow.step)
 
-    def admit(self, req: Any, adder: Any, add: AddReq) -> Any:
+    def admit(self, req: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a shadow's step if it has the batch to itself and all of it fits.
 
         A step that is not admitted never closes the batch for the requests behind it.
@@ -261,15 +271,15 @@ class Canary:
             SGLang's verdict.
         """
         offer = self._offer
-        if offer is None or offer.shadow.req is not req or adder.can_run_list:
-            return sglang.continue_verdict()
-        if sglang.fits_whole(req, adder):
+        if offer is None or offer.shadow.req is not req or admitted(adder):
+            return continue_verdict()
+        if fits_whole(req, adder):
             verdict = add(req)
-            if sglang.was_admitted(req, adder):
+            if was_admitted(req, adder):
                 offer.admitted = True
                 return verdict
         offer.refused = True
-        return sglang.continue_verdict()
+        return continue_verdict()
 
     def withdraw(self) -> None:
         """End the round: take back what offer() put into the waiting queue, unless it was admitted."""
@@ -282,7 +292,7 @@ class Canary:
             self._in_flight.steps_left -= 1
             self._builder.rest_next_round()
             return
-        self._leave_queue(offer.shadow)
+        leave_queue(self._scheduler, offer.shadow.step)
         self._not_before_s = self._tp_group.now() + _RETRY_S
         if offer.refused:
             self._pending.remove(offer.shadow)
@@ -300,7 +310,7 @@ class Canary:
         for _ in range(num_dropped):
             self._metrics.skip()
 
-    def _new_step(self, shadow: _Shadow) -> Any:
+    def _new_step(self, shadow: _Shadow) -> Req:
         """Make the request that prefills a shadow's prompt further, at most to its end."""
         found = self._store.find_prefix(
             shadow.token_ids,
@@ -317,10 +327,6 @@ class Canary:
             extra_key=shadow.extra_key,
         )
 
-    def _leave_queue(self, shadow: _Shadow) -> None:
-        scheduler = self._scheduler
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req is not shadow.req]
-
     # --- the judgement ---
 
     def _judge(self, shadow: _Shadow) -> None:
@@ -331,7 +337,7 @@ class Canary:
         comparison = Comparison(kl=kl, agrees=bool(agrees))
         self._recent.append(comparison)
         self._metrics.add(kl=comparison.kl, agrees=comparison.agrees)
-        logger.debug("%s: %s", shadow.req.rid, comparison)
+        logger.debug("%s: %s", rid_of(shadow.step), comparison)
         if len(self._recent) >= _LEAST_COMPARED and self._mean_kl() > self._max_kl:
             self._trip()
 
@@ -372,4 +378,4 @@ class Canary:
 
 
 def _is_last_step(shadow: _Shadow) -> bool:
-    return len(shadow.req.origin_input_ids) == len(shadow.token_ids)
+    return len(prompt_ids(shadow.step)) == len(shadow.token_ids)

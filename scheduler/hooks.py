@@ -4,11 +4,27 @@ A hook never holds state. The runtime hangs on the scheduler, its tree and its m
 does not, blending is off and the stock function runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from sgl_blend.engine import orders as sglang_orders
+from sgl_blend.engine.models import runner_of
+from sgl_blend.engine.objects import (
+    EvictParams,
+    ForwardBatch,
+    ModelRunner,
+    PrefillAdder,
+    Received,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    Stock,
+    Tree,
+)
+from sgl_blend.engine.orders import is_flush_waiting, is_order, may_end_weight_update
+from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of
+from sgl_blend.engine.rounds import StateReply, Updater, is_prefill, scheduler_of, show_state
+from sgl_blend.engine.tree import tokens_to_evict, tree_of
 from sgl_blend.scheduler.request_state import ATTRIBUTE, RequestState, state_of
 from sgl_blend.scheduler.runtime import BlendRuntime
 
@@ -16,41 +32,41 @@ _ARRIVING: ContextVar[tuple[str, RequestState] | None] = ContextVar("arriving", 
 """The request that handle_generate_request is turning into a Req, by rid."""
 
 
-def attach_runtime(runtime: BlendRuntime, scheduler: Any) -> None:
+def attach_runtime(runtime: BlendRuntime, scheduler: Scheduler) -> None:
     """Let the hooks find a scheduler's runtime."""
-    for owner in (scheduler, scheduler.tree_cache, scheduler.tp_worker.model_runner):
+    for owner in (scheduler, tree_of(scheduler), runner_of(scheduler)):
         setattr(owner, ATTRIBUTE, runtime)
 
 
-def _runtime_of(owner: Any) -> BlendRuntime | None:
+def _runtime_of(owner: object) -> BlendRuntime | None:
     runtime: BlendRuntime | None = getattr(owner, ATTRIBUTE, None)
     return runtime
 
 
 def around_handle_generate_request(
-    orig: Callable[..., Any], scheduler: Any, recv_req: Any, *args: Any, **kwargs: Any
+    orig: Stock, scheduler: Scheduler, received: Received, *args: Any, **kwargs: Any
 ) -> Any:
     """Read the chunks of an arriving request before SGLang sees its tokens."""
     runtime = _runtime_of(scheduler)
     if runtime is None:
-        return orig(scheduler, recv_req, *args, **kwargs)
-    token = _ARRIVING.set((recv_req.rid, runtime.intake.read(recv_req)))
+        return orig(scheduler, received, *args, **kwargs)
+    token = _ARRIVING.set((received_rid(received), runtime.intake.read(received)))
     try:
-        return orig(scheduler, recv_req, *args, **kwargs)
+        return orig(scheduler, received, *args, **kwargs)
     finally:
         _ARRIVING.reset(token)
 
 
-def after_req_init(result: None, req: Any, *args: Any, **kwargs: Any) -> None:
+def after_req_init(result: None, req: Req, *args: Any, **kwargs: Any) -> None:
     """Put the state of the arriving request on its Req."""
     arriving = _ARRIVING.get()
-    if arriving is not None and arriving[0] == req.rid:
-        arriving[1].follow(req.origin_input_ids)
+    if arriving is not None and arriving[0] == rid_of(req):
+        arriving[1].follow(prompt_ids(req))
         setattr(req, ATTRIBUTE, arriving[1])
 
 
 def around_get_new_batch_prefill(
-    orig: Callable[..., Any], scheduler: Any, running_batch: Any, *args: Any, **kwargs: Any
+    orig: Stock, scheduler: Scheduler, running_batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """Offer background work for one scheduling round."""
     runtime = _runtime_of(scheduler)
@@ -64,67 +80,69 @@ def around_get_new_batch_prefill(
 
 
 def around_add_one_req(
-    orig: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any
+    orig: Stock, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
     """Plan a request while it is admitted."""
-    runtime = _runtime_of(adder.tree_cache)
+    runtime = _runtime_of(tree_of(adder))
     if runtime is None:
         return orig(adder, req, *args, **kwargs)
     return runtime.add_one_req(orig, adder, req, (args, kwargs))
 
 
 def around_preempt_to_schedule(
-    orig: Callable[..., Any], adder: Any, req: Any, *args: Any, **kwargs: Any
+    orig: Stock, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
 ) -> Any:
     """Preempt nobody for a request that cannot be admitted in this round."""
-    runtime = _runtime_of(adder.tree_cache)
+    runtime = _runtime_of(tree_of(adder))
     if runtime is not None and runtime.waits_for_builds(req):
         return False
     return orig(adder, req, *args, **kwargs)
 
 
-def after_add_chunked_req(result: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+def after_add_chunked_req(
+    result: object, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
+) -> None:
     """Plan a further step of a chunked prefill."""
-    runtime = _runtime_of(adder.tree_cache)
+    runtime = _runtime_of(tree_of(adder))
     if runtime is not None:
         runtime.continue_chunked(req, adder)
 
 
 def around_forward_raw(
-    orig: Callable[..., Any], runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
+    orig: Stock, runner: ModelRunner, forward_batch: ForwardBatch, *args: Any, **kwargs: Any
 ) -> Any:
     """Run forwards that hold blended requests or builds; all others are stock."""
     runtime = _runtime_of(runner)
-    if runtime is None or not runtime.has_work or not forward_batch.forward_mode.is_extend():
+    if runtime is None or not runtime.has_work or not is_prefill(forward_batch):
         return orig(runner, forward_batch, *args, **kwargs)
     return runtime.forward(orig, runner, forward_batch, (args, kwargs))
 
 
 def after_process_batch_result(
-    result: None, scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+    result: None, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> None:
     """Release plans whose last prefill step is done."""
     runtime = _runtime_of(scheduler)
-    if runtime is not None and batch.forward_mode.is_extend():
+    if runtime is not None and is_prefill(batch):
         runtime.finish_step(batch)
 
 
-def before_release_kv_cache(req: Any, tree_cache: Any, *args: Any, **kwargs: Any) -> None:
+def before_release_kv_cache(req: Req, tree: Tree, *args: Any, **kwargs: Any) -> None:
     """Release a plan on every other way out: abort, retraction, preemption."""
     if state_of(req) is not None:
-        runtime = _runtime_of(tree_cache)
+        runtime = _runtime_of(tree)
         if runtime is not None:
             runtime.release(req)
 
 
-def before_evict(tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+def before_evict(tree: Tree, params: EvictParams, *args: Any, **kwargs: Any) -> None:
     """Let tenants below their share keep their chunks."""
     runtime = _runtime_of(tree)
     if runtime is not None:
-        runtime.before_evict(params.num_tokens)
+        runtime.before_evict(tokens_to_evict(params))
 
 
-def before_reset(tree: Any, *args: Any, **kwargs: Any) -> None:
+def before_reset(tree: Tree, *args: Any, **kwargs: Any) -> None:
     """Remember nothing of what the tree held."""
     runtime = _runtime_of(tree)
     if runtime is not None:
@@ -132,22 +150,26 @@ def before_reset(tree: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def around_process_input_requests(
-    orig: Callable[..., Any], scheduler: Any, recv_reqs: Any, *args: Any, **kwargs: Any
+    orig: Stock,
+    scheduler: Scheduler,
+    all_received: Sequence[object] | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Let no order of an operator meet background work, which clients cannot see."""
     runtime = _runtime_of(scheduler)
     if runtime is None:
-        return orig(scheduler, recv_reqs, *args, **kwargs)
-    orders = [received for received in recv_reqs or () if sglang_orders.is_order(received)]
-    if orders or sglang_orders.is_flush_waiting(scheduler):
+        return orig(scheduler, all_received, *args, **kwargs)
+    orders = [received for received in all_received or () if is_order(received)]
+    if orders or is_flush_waiting(scheduler):
         runtime.step_aside(scheduler)
-    result = orig(scheduler, recv_reqs, *args, **kwargs)
-    if any(sglang_orders.may_end_weight_update(order) for order in orders):
+    result = orig(scheduler, all_received, *args, **kwargs)
+    if any(may_end_weight_update(order) for order in orders):
         runtime.weights_changed()
     return result
 
 
-def around_flush_cache(orig: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def around_flush_cache(orig: Stock, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     """Let background work, which clients cannot see, not stand in the way of a flush."""
     runtime = _runtime_of(scheduler)
     if runtime is None:
@@ -159,15 +181,17 @@ def around_flush_cache(orig: Callable[..., Any], scheduler: Any, *args: Any, **k
     return flushed
 
 
-def after_weight_update(result: None, updater: Any, *args: Any, **kwargs: Any) -> None:
+def after_weight_update(result: None, updater: Updater, *args: Any, **kwargs: Any) -> None:
     """Use nothing of the old weights again."""
-    runtime = _runtime_of(updater.scheduler)
+    runtime = _runtime_of(scheduler_of(updater))
     if runtime is not None:
         runtime.weights_changed()
 
 
-def after_get_internal_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+def after_get_internal_state(
+    result: StateReply, scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> None:
     """Add settings and totals to /server_info."""
     runtime = _runtime_of(scheduler)
     if runtime is not None:
-        result.internal_state["sgl_blend"] = runtime.describe()
+        show_state(result, "sgl_blend", runtime.describe())

@@ -2,9 +2,17 @@
 
 import itertools
 from array import array
-from typing import Any
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.objects import Received
+from sgl_blend.engine.requests import (
+    custom_params,
+    received_class,
+    received_ids,
+    request_class,
+    salt_of,
+    set_received_ids,
+    set_salt,
+)
 from sgl_blend.errors import RequestError
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import (
@@ -45,30 +53,31 @@ class Intake:
         self._canary = canary
         self._serials = itertools.count()
 
-    def read(self, recv_req: Any) -> RequestState:
+    def read(self, received: Received) -> RequestState:
         """Take the markers out of a request and say what can be reused of it.
 
         Args:
-            recv_req: SGLang's TokenizedGenerateReqInput. Separators are removed from its tokens,
+            received: SGLang's TokenizedGenerateReqInput. Separators are removed from its tokens,
                 and if it has chunks its cache salt becomes a blended namespace.
 
         Returns:
             The state to put on the request.
         """
-        if recv_req.input_ids is None:
-            return self._plain(recv_req, 0, FallbackReason.MULTIMODAL)
+        token_ids = received_ids(received)
+        if token_ids is None:
+            return self._plain(received, 0, FallbackReason.MULTIMODAL)
         try:
-            check_salt("cache_salt", sglang.client_salt(recv_req))
-            check_salt("extra_key", recv_req.extra_key)
-            overrides = parse_overrides(recv_req.sampling_params.custom_params, self._config)
-            prompt = locate_chunks(recv_req.input_ids, overrides.offsets, self._separator_id)
+            check_salt("cache_salt", salt_of(received))
+            check_salt("extra_key", received_class(received))
+            overrides = parse_overrides(custom_params(received), self._config)
+            prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
         except RequestError:
             # The tokenizer process answers these with 400. A request that came another way is
             # served in full, in a namespace that it shares with nothing but its like; ending the
             # scheduler would end everybody's requests.
-            sglang.set_salt(recv_req, rejected_salt(sglang.client_salt(recv_req)))
-            return self._plain(recv_req, len(recv_req.input_ids), FallbackReason.MALFORMED)
-        recv_req.input_ids = prompt.token_ids
+            set_salt(received, rejected_salt(salt_of(received)))
+            return self._plain(received, len(token_ids), FallbackReason.MALFORMED)
+        set_received_ids(received, prompt.token_ids)
         spans = tuple(
             span for span in prompt.spans if len(span) >= self._config.blend_min_chunk_tokens
         )
@@ -76,23 +85,23 @@ class Intake:
         if reason is None and self._canary is not None and self._canary.tripped:
             reason = FallbackReason.CANARY
         if reason is not None:
-            return self._plain(recv_req, len(prompt.token_ids), reason)
-        return self._blended(recv_req, prompt, spans, overrides)
+            return self._plain(received, len(prompt.token_ids), reason)
+        return self._blended(received, prompt, spans, overrides)
 
     def _blended(
         self,
-        recv_req: Any,
+        received: Received,
         prompt: ChunkedPrompt,
         spans: tuple[Span, ...],
         overrides: Overrides,
     ) -> RequestState:
-        client_salt = sglang.client_salt(recv_req)
+        client_salt = salt_of(received)
         prefix = self._build_prefix(prompt)
         salt = self._model.chunk_namespace(client_salt)
         keys = tuple(
             ChunkKey(
                 salt=salt,
-                extra_key=sglang.request_class(recv_req),
+                extra_key=request_class(received),
                 prefix=prefix,
                 tokens=prompt.token_ids[span.start : span.stop].tobytes(),
             )
@@ -108,7 +117,7 @@ class Intake:
             serial=next(self._serials) if self._config.blend_on_miss == "build" else None,
             model=self._model.fingerprint,
         )
-        sglang.set_salt(recv_req, state.blended_namespace(self._model))
+        set_salt(received, state.blended_namespace(self._model))
         return state
 
     def _build_prefix(self, prompt: ChunkedPrompt) -> bytes:
@@ -122,12 +131,12 @@ class Intake:
         repeats = _NUM_SINKS if kind == "sinks" else 1
         return array(first.typecode, [self._bos_token_id] * repeats).tobytes()
 
-    def _plain(self, recv_req: Any, num_tokens: int, reason: FallbackReason) -> RequestState:
+    def _plain(self, received: Received, num_tokens: int, reason: FallbackReason) -> RequestState:
         return RequestState(
             num_tokens=num_tokens,
             spans=(),
             keys=(),
-            client_salt=sglang.client_salt(recv_req),
+            client_salt=salt_of(received),
             policy=self._config.blend_policy,
             ratio=self._config.blend_recompute_ratio,
             fallback=reason,

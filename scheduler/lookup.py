@@ -9,12 +9,13 @@ again, and while nothing was added either, nothing is.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 import torch
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.objects import Req
+from sgl_blend.engine.requests import fill_ids, prefix_length, rid_of
+from sgl_blend.engine.tree import TreeMatch
 from sgl_blend.fusion.plan import ReusedSpan
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.late_uses import LateUses
@@ -34,7 +35,7 @@ class Lookup:
 
     hits: tuple[ChunkHit, ...]
     missing: tuple[ChunkKey, ...]
-    exact: tuple[ReusedSpan, sglang.TreeMatch] | None
+    exact: tuple[ReusedSpan, TreeMatch] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ class Lookups:
         self._uses = LateUses(store)
         self._holds_old_weights = False
 
-    def look_up(self, req: Any, state: RequestState) -> Lookup:
+    def look_up(self, req: Req, state: RequestState) -> Lookup:
         """Return what the tree holds of a request; its chunks count as used now."""
-        prefix, stamp = sglang.prefix_length(req), self._store.stamp
+        prefix, stamp = prefix_length(req), self._store.stamp
         known = _remembered(state)
         if known is None or known.stamp != stamp or known.prefix != prefix:
             before: list[ChunkHit | None] = [None] * len(state.keys)
@@ -86,7 +87,7 @@ class Lookups:
             state.missed.update(lookup.missing)
             known = _Remembered(state.keys, prefix, stamp, found, lookup)
             state.remembered = known
-        self._uses.add(req.rid, known.lookup.hits, state.num_tokens)
+        self._uses.add(rid_of(req), known.lookup.hits, state.num_tokens)
         return known.lookup
 
     def last_missing(self, state: RequestState) -> tuple[ChunkKey, ...]:
@@ -129,7 +130,7 @@ class Lookups:
         return found
 
     def _put_together(
-        self, req: Any, state: RequestState, prefix: int, found: list[ChunkHit | None]
+        self, req: Req, state: RequestState, prefix: int, found: list[ChunkHit | None]
     ) -> Lookup:
         hits = [
             hit
@@ -148,14 +149,14 @@ class Lookups:
         return Lookup(tuple(hits), missing, exact)
 
     def _find_exact(
-        self, req: Any, state: RequestState, hits: list[ChunkHit], prefix: int
-    ) -> tuple[ReusedSpan, sglang.TreeMatch] | None:
+        self, req: Req, state: RequestState, hits: list[ChunkHit], prefix: int
+    ) -> tuple[ReusedSpan, TreeMatch] | None:
         """Find the longest stored KV that a full prefill would compute itself.
 
         The build prefix is one such piece if it is the prompt's own beginning, together with the
         chunk right behind it; the client's exact namespace may hold a longer one.
         """
-        tokens = sglang.fill_ids(req)
+        tokens = fill_ids(req)
         limit = state.num_tokens - 1
         matches = []
         key, first = state.keys[0], state.spans[0]
@@ -188,10 +189,10 @@ def _remembered(state: RequestState) -> _Remembered | None:
     return known if isinstance(known, _Remembered) and known.keys is state.keys else None
 
 
-def _from_the_beginning(hit: ChunkHit, head: sglang.TreeMatch) -> ChunkHit:
+def _from_the_beginning(hit: ChunkHit, head: TreeMatch) -> ChunkHit:
     """Return a hit whose match names the slots of its build prefix too."""
     if hit.match.start == 0:
         return hit
     slots = torch.cat([head.slots[: hit.match.start], hit.match.slots])
-    match = sglang.TreeMatch(slots, hit.match.node, hit.match.stop)
+    match = TreeMatch(slots, hit.match.node, hit.match.stop)
     return msgspec.structs.replace(hit, match=match)

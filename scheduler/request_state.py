@@ -6,7 +6,8 @@ from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.objects import Req
+from sgl_blend.engine.tree import TreeLock
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.plan import BlendPlan, LayerSplit, StepPlan
 from sgl_blend.protocol.request import Span
@@ -57,7 +58,7 @@ class RequestState:
     serial: int | None = None
     model: ModelFingerprint | None = None
     plan: BlendPlan | None = None
-    locks: list[sglang.TreeLock] = field(default_factory=list)
+    locks: list[TreeLock] = field(default_factory=list)
     retired: list[BlendPlan] = field(default_factory=list)
     unprocessed_steps: int = 0
     all_steps_admitted: bool = False
@@ -166,7 +167,7 @@ class RequestState:
         self.told.update(report.for_client())
 
 
-def state_of(req: Any) -> RequestState | None:
+def state_of(req: Req) -> RequestState | None:
     """Return the state of a request, or None for requests the plugin does not look at."""
     state: RequestState | None = getattr(req, ATTRIBUTE, None)
     return state

@@ -1,12 +1,46 @@
 """The scheduler process's side of the plugin: its parts, and the life of a request through them."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
-from sgl_blend.engine import adapter as sglang
-from sgl_blend.engine import orders as sglang_orders
-from sgl_blend.engine.forward import has_embeddings, join_outputs, take_requests
+from sgl_blend.engine.admission import (
+    admitted,
+    continue_verdict,
+    has_preempted,
+    stop_verdict,
+    was_admitted,
+)
+from sgl_blend.engine.forward import (
+    has_embeddings,
+    join_outputs,
+    request_ids,
+    step_lengths,
+    step_starts,
+    take_requests,
+)
+from sgl_blend.engine.objects import (
+    Call,
+    ForwardBatch,
+    ModelOutput,
+    ModelRunner,
+    PrefillAdder,
+    Req,
+    ScheduleBatch,
+    Scheduler,
+    Stock,
+    Tree,
+    Verdict,
+)
+from sgl_blend.engine.requests import (
+    fill_ids,
+    has_finished,
+    match_again,
+    rid_of,
+    step_range,
+    tell_client,
+)
+from sgl_blend.engine.rounds import put_back_preempted, requests_of, settle_last_batch, take_out
+from sgl_blend.engine.tree import pool_use, unlock_node
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
 from sgl_blend.metrics import BlendMetrics
@@ -46,7 +80,8 @@ class BlendRuntime:
         fusor: Fusor,
         metrics: BlendMetrics,
         shares: FairShare,
-        scheduler: Any,
+        scheduler: Scheduler,
+        tree: Tree,
         description: dict[str, Any],
     ) -> None:
         self.intake = intake
@@ -58,92 +93,98 @@ class BlendRuntime:
         self._metrics = metrics
         self._shares = shares
         self._scheduler = scheduler
-        self._tree = scheduler.tree_cache
+        self._tree = tree
         self._description = description
         self._planned: dict[str, RequestState] = {}
 
     # --- admission ---
 
-    def add_one_req(self, orig: Callable[..., Any], adder: Any, req: Any, args: Any) -> Any:
+    def add_one_req(self, orig: Stock, adder: PrefillAdder, req: Req, args: Call) -> Verdict:
         """Admit a request; called in place of PrefillAdder.add_one_req, which is orig."""
 
-        def add_stock(candidate: Any) -> Any:
-            return orig(adder, candidate, *args[0], **args[1])
+        def add_stock(candidate: Req) -> Verdict:
+            verdict: Verdict = orig(adder, candidate, *args[0], **args[1])
+            return verdict
 
-        def add(candidate: Any) -> Any:
+        def add(candidate: Req) -> Verdict:
             if not is_internal(candidate):
-                joins_internal = any(is_internal(other) for other in adder.can_run_list)
-                return sglang.stop_verdict() if joins_internal else add_stock(candidate)
+                joins_internal = any(is_internal(other) for other in admitted(adder))
+                return stop_verdict() if joins_internal else add_stock(candidate)
             if not is_build(candidate):
                 assert self.canary is not None, "what is internal and no build is a shadow"
                 return self.canary.admit(candidate, adder, add_stock)
             if candidate is not req:  # SGLang has prepared the request that it asks for itself
-                candidate.init_next_round_input(self._tree)
+                match_again(candidate, self._tree)
             return self.builder.admit(candidate, adder, add_stock)
 
         state = state_of(req)
         verdict = add(req) if state is None else self.admission.add(req, state, adder, add)
-        if sglang.was_admitted(req, adder):
+        if was_admitted(req, adder):
             if state is not None:
                 self._count_step(req, state)
             return verdict
         return self._make_room(adder, state, verdict)
 
-    def _make_room(self, adder: Any, state: RequestState | None, verdict: Any) -> Any:
+    def _make_room(
+        self, adder: PrefillAdder, state: RequestState | None, verdict: Verdict
+    ) -> Verdict:
         """Keep the room for a request that others were preempted for, and that is not admitted yet.
 
         It may wait for its builds. Those that made room for it would take it back at once, be preempted
         again for the next build, and prefill anew each time.
         """
-        if adder.preempt_list:
+        if has_preempted(adder):
             if state is not None:
                 state.has_preempted = True
-            if not adder.can_run_list:
-                sglang_orders.put_back_preempted(self._scheduler, adder)
-                return sglang.stop_verdict()
-        if state is not None and state.has_preempted and verdict == sglang.continue_verdict():
-            return sglang.stop_verdict()
+            if not admitted(adder):
+                put_back_preempted(self._scheduler, adder)
+                return stop_verdict()
+        if state is not None and state.has_preempted and verdict == continue_verdict():
+            return stop_verdict()
         return verdict
 
-    def waits_for_builds(self, req: Any) -> bool:
+    def waits_for_builds(self, req: Req) -> bool:
         """Tell whether a request is not admitted because builds that it waits for are running."""
         state = state_of(req)
         return state is not None and self.admission.waits_for_builds(state)
 
-    def continue_chunked(self, req: Any, adder: Any) -> None:
+    def continue_chunked(self, req: Req, adder: PrefillAdder) -> None:
         """Note that a further step of a chunked prefill was admitted."""
         state = state_of(req)
-        if state is not None and req in adder.can_run_list:
+        if state is not None and req in admitted(adder):
             self._count_step(req, state)
 
-    def _count_step(self, req: Any, state: RequestState) -> None:
-        start, stop = sglang.step_range(req)
+    def _count_step(self, req: Req, state: RequestState) -> None:
+        start, stop = step_range(req)
         step = None if state.plan is None else state.plan.step(start, stop)
-        last = stop >= len(sglang.fill_ids(req))
+        last = stop >= len(fill_ids(req))
         state.count_step(start, stop, step, layers=self._fusor.layers, last=last)
         if state.plan is not None:
-            self._planned[req.rid] = state
+            self._planned[rid_of(req)] = state
         self._shares.admit(stop - start)
         if self.canary is not None and last and not state.counted:
             self.canary.consider(req, state)
-        if req.customized_info is None:
-            req.customized_info = {"sgl_blend": [state.told]}
+        tell_client(req, "sgl_blend", state.told)
 
     # --- forward ---
 
-    def forward(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
+    def forward(
+        self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
+    ) -> ModelOutput:
         """Run one forward; called in place of ModelRunner._forward_raw, which is orig."""
         output = self._forward_apart(orig, runner, batch, args)
         if self.canary is not None:
-            self.canary.capture(batch.rids, output)
+            self.canary.capture(request_ids(batch), output)
         return output
 
-    def _forward_apart(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
+    def _forward_apart(
+        self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
+    ) -> ModelOutput:
         """Run builds one by one and everything else together."""
-        rids = self.builder.in_flight_rids
-        builds = [i for i, rid in enumerate(batch.rids) if rid in rids]
-        if builds and len(batch.rids) > 1:
-            others = [i for i in range(len(batch.rids)) if i not in builds]
+        rids, running = request_ids(batch), self.builder.in_flight_rids
+        builds = [i for i, rid in enumerate(rids) if rid in running]
+        if builds and len(rids) > 1:
+            others = [i for i in range(len(rids)) if i not in builds]
             groups = [[i] for i in builds] + ([others] if others else [])
             return join_outputs(
                 [
@@ -156,21 +197,24 @@ class BlendRuntime:
             )
         return self._forward_group(orig, runner, batch, args)
 
-    def _forward_group(self, orig: Callable[..., Any], runner: Any, batch: Any, args: Any) -> Any:
+    def _forward_group(
+        self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
+    ) -> ModelOutput:
         steps = self._step_plans(batch)
         if any(steps) and has_embeddings(batch):
-            for rid, step in zip(batch.rids, steps, strict=True):
+            for rid, step in zip(request_ids(batch), steps, strict=True):
                 if step is not None:
                     self._planned[rid].count_whole(step, layers=self._fusor.layers)
             steps = []
         if not any(steps):
-            return orig(runner, batch, *args[0], **args[1])
+            output: ModelOutput = orig(runner, batch, *args[0], **args[1])
+            return output
         return self._fusor.run(batch, steps)
 
-    def _step_plans(self, batch: Any) -> list[StepPlan | None]:
+    def _step_plans(self, batch: ForwardBatch) -> list[StepPlan | None]:
         steps: list[StepPlan | None] = []
         for rid, start, length in zip(
-            batch.rids, batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True
+            request_ids(batch), step_starts(batch), step_lengths(batch), strict=True
         ):
             state = self._planned.get(rid)
             plan = None if state is None else state.plan
@@ -188,11 +232,11 @@ class BlendRuntime:
 
     # --- release ---
 
-    def finish_step(self, batch: Any) -> None:
+    def finish_step(self, batch: ScheduleBatch) -> None:
         """Release what the requests of a processed prefill batch no longer need."""
-        if not all(is_internal(req) for req in batch.reqs):
+        if not all(is_internal(req) for req in requests_of(batch)):
             self.builder.keep_quiet()
-        for req in batch.reqs:
+        for req in requests_of(batch):
             state = state_of(req)
             if state is None or state.unprocessed_steps == 0:
                 continue
@@ -206,17 +250,17 @@ class BlendRuntime:
                     state.counted = True
                 self.release(req)
 
-    def release(self, req: Any) -> None:
+    def release(self, req: Req) -> None:
         """Give back the locks of a request and forget its plan; harmless if it has none."""
         state = state_of(req)
         if state is None:
             return
-        self._planned.pop(req.rid, None)
+        self._planned.pop(rid_of(req), None)
         self._drop_plan(state)
 
     def _drop_plan(self, state: RequestState) -> None:
         for held in state.locks:
-            sglang.unlock(self._tree, held)
+            unlock_node(self._tree, held)
         state.locks = []
         state.retire_plan()
 
@@ -231,13 +275,13 @@ class BlendRuntime:
 
     # --- background work ---
 
-    def begin_round(self, running_batch: Any) -> None:
+    def begin_round(self, running_batch: ScheduleBatch) -> None:
         """Put background work into the waiting queue for one scheduling round, if any may run.
 
         With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
         Requests of ours end with their prefill: they leave again, or each would cost a decode step.
         """
-        sglang_orders.take_out(running_batch, is_internal)
+        take_out(running_batch, is_internal)
         if self.canary is not None:
             self.canary.collect()  # first, because it may switch blending off
         is_free = self.builder.offer(running_batch)
@@ -259,7 +303,7 @@ class BlendRuntime:
         if self.canary is not None:
             self.canary.drop_all()
 
-    def step_aside(self, scheduler: Any) -> None:
+    def step_aside(self, scheduler: Scheduler) -> None:
         """Process what was launched last if no client waits for it, so that the scheduler is idle.
 
         Called between rounds, before an order is carried out. SGLang does the same at the end of its
@@ -267,15 +311,8 @@ class BlendRuntime:
         the overlap schedule a client's request that has just ended decodes once more, and an operator
         who orders a flush right behind its answer would meet that decode step.
         """
-        last = scheduler.last_batch
-        if last is not None and last.reqs and all(map(_is_over, last.reqs)):
-            if any(is_internal(req) for req in last.reqs):
-                self.builder.stop_timing()
-            results = getattr(scheduler, "result_queue", None)
-            while results:
-                scheduler.process_batch_result(*results.popleft())
-            scheduler.last_batch = None
-            sglang_orders.take_out(scheduler.running_batch, _is_over)
+        if any(map(is_internal, settle_last_batch(scheduler, _is_over))):
+            self.builder.stop_timing()
         self.builder.sweep()  # also of a step whose result was looked at in the round before
 
     def weights_changed(self) -> None:
@@ -305,12 +342,12 @@ class BlendRuntime:
             "chunks_pending": self.builder.num_unfinished,
             "build_steps": self.builder.num_steps,
             "build_step_tokens": self.builder.step_tokens,
-            "pool": sglang.pool_use(self._tree),
+            "pool": pool_use(self._tree),
             "chunks_protected": self._shares.num_chunks,
             "canary": None if self.canary is None else self.canary.describe(),
         }
 
 
-def _is_over(req: Any) -> bool:
+def _is_over(req: Req) -> bool:
     """Tell whether nobody waits for what a request of a launched batch computes."""
-    return is_internal(req) or bool(req.finished())
+    return is_internal(req) or has_finished(req)

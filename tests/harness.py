@@ -165,7 +165,7 @@ class Driver:
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
 
-        from sgl_blend.engine import adapter as sglang_adapter
+        from sgl_blend.engine.requests import set_salt
 
         self._serial += 1
         rid = f"test-{self._serial}"
@@ -194,7 +194,7 @@ class Driver:
             stream=False,
             priority=prompt.priority,
         )
-        sglang_adapter.set_salt(received, prompt.salt)
+        set_salt(received, prompt.salt)
         return received
 
     def ask(self, *prompts: Prompt) -> list[Answer]:
@@ -325,10 +325,10 @@ class Driver:
 
     def kv(self, tokens: list[int], salt: str | None) -> list[Any]:
         """Return copies of (K, V) of every layer for a path that must be stored completely."""
-        from sgl_blend.engine import adapter as sglang_adapter
+        from sgl_blend.engine.tree import match_prefix
 
         tree = self.scheduler.tree_cache
-        match = sglang_adapter.match(tree, array("q", tokens), salt=salt, extra_key=None)
+        match = match_prefix(tree, array("q", tokens), salt=salt, extra_key=None)
         assert len(match) == len(tokens), f"{len(match)} of {len(tokens)} tokens are stored"
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
         layers = range(self.scheduler.model_config.num_hidden_layers)
@@ -342,10 +342,10 @@ class Driver:
 
     def slots_of(self, tokens: list[int], salt: str | None) -> list[int]:
         """Return the slots of a path that must be stored completely; it counts as used."""
-        from sgl_blend.engine import adapter as sglang_adapter
+        from sgl_blend.engine.tree import match_prefix
 
         tree = self.scheduler.tree_cache
-        match = sglang_adapter.match(tree, array("q", tokens), salt=salt, extra_key=None)
+        match = match_prefix(tree, array("q", tokens), salt=salt, extra_key=None)
         assert len(match) == len(tokens), f"{len(match)} of {len(tokens)} tokens are stored"
         return [int(slot) for slot in match.slots]
 

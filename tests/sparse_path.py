@@ -154,17 +154,17 @@ def _store_true_kv(
     driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[int], nan_layer: int | None
 ) -> None:
     """Overwrite the stored KV of a request's chunks."""
-    from sgl_blend.engine import adapter as sglang_adapter
+    from sgl_blend.engine.tree import match_prefix
 
     tree = driver.scheduler.tree_cache
     runner = driver.scheduler.tp_worker.model_runner
     pool = runner.token_to_kv_pool
     rotary = runner.model.model.layers[0].self_attn.rotary_emb
-    true_slots = sglang_adapter.match(
+    true_slots = match_prefix(
         tree, array("q", prompt.tokens), salt=_REFERENCE, extra_key=None
     ).slots
     for key, span in zip(state.keys, state.spans, strict=True):
-        found = sglang_adapter.match(tree, key.path, salt=key.salt, extra_key=key.extra_key)
+        found = match_prefix(tree, key.path, salt=key.salt, extra_key=key.extra_key)
         stored = found.slots[key.prefix_length :]
         there = true_slots[span.start : span.start + len(stored)]
         assert len(stored) > 0, "a chunk is not stored"

@@ -290,7 +290,7 @@ def test_a_waiting_request_goes_before_a_shadow(start_engine: StartEngine) -> No
 
 def _a_request_between_two_steps(driver: Driver) -> tuple[int, list[int]]:
     """Send a request behind a shadow's first step; return when it was done, and the steps' sizes."""
-    from sgl_blend.engine.adapter import step_range
+    from sgl_blend.engine.requests import step_range
 
     before = _begin(driver)
     sizes: list[int] = []

@@ -167,10 +167,10 @@ def _pending_of_the_quiet(driver: Driver) -> int:
     def quiet_is_stored() -> bool:
         from array import array
 
-        from sgl_blend.engine import adapter as sglang_adapter
+        from sgl_blend.engine.tree import match_prefix
 
         path = array("q", [*SYSTEM, *CHUNKS[40]])
-        match = sglang_adapter.match(driver.scheduler.tree_cache, path, salt=quiet, extra_key=None)
+        match = match_prefix(driver.scheduler.tree_cache, path, salt=quiet, extra_key=None)
         return len(match) == len(path)
 
     driver.run_until(quiet_is_stored, limit=10**6)

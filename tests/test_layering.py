@@ -16,6 +16,7 @@ LAYERS = (
     {"protocol", "fusion"},
     {"tuning", "radix_ext"},
     {"scheduler"},
+    {"compose"},
     {"plugin"},
     {"client", "sgl_blend"},
     {"commands"},

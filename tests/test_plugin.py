@@ -20,7 +20,7 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """SGLang's record of applied hooks, as if all of ours were applied."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sgl_blend.plugin import hook_targets
+    from sgl_blend.engine.hook_points import hook_targets
 
     applied = set(hook_targets())
     monkeypatch.setattr(HookRegistry, "_patched", applied)
@@ -28,13 +28,13 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_all_hooks_in_place_are_accepted(patched: set[str]) -> None:
-    from sgl_blend.plugin import check_hooks
+    from sgl_blend.engine.hook_points import check_hooks
 
     check_hooks(allow_untested=False)
 
 
 def test_every_missing_hook_is_named(patched: set[str]) -> None:
-    from sgl_blend.plugin import check_hooks, hook_targets
+    from sgl_blend.engine.hook_points import check_hooks, hook_targets
 
     for target in hook_targets():
         patched.remove(target)
@@ -54,11 +54,11 @@ def test_the_sglang_that_was_asked_for_is_under_test() -> None:
 def test_an_untested_version_starts_only_if_that_is_wanted(
     patched: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sgl_blend.engine import adapter as sglang_adapter
-    from sgl_blend.plugin import check_hooks
+    from sgl_blend.engine import versions
+    from sgl_blend.engine.hook_points import check_hooks
 
-    unknown = dataclasses.replace(sglang_adapter.features(), version="0.6.0")
-    monkeypatch.setattr(sglang_adapter, "features", lambda: unknown)
+    unknown = dataclasses.replace(versions.features(), version="0.6.0")
+    monkeypatch.setattr(versions, "features", lambda: unknown)
 
     with pytest.raises(UnsupportedError, match=r"0\.6\.0 was not tested.*--blend-allow-untested"):
         check_hooks(allow_untested=False)
@@ -69,7 +69,7 @@ def test_an_untested_version_starts_only_if_that_is_wanted(
 def test_every_hook_target_exists_in_this_sglang() -> None:
     import pkgutil
 
-    from sgl_blend.plugin import hook_targets
+    from sgl_blend.engine.hook_points import hook_targets
 
     for target in hook_targets():
         assert callable(pkgutil.resolve_name(target)), target

@@ -6,12 +6,13 @@ import torch
 from sglang.srt.layers.rotary_embedding import factory, get_rope
 from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
 
+from sgl_blend.engine.rotary import RotaryEmbedding as OwnEmbedding
+from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.fusion import rotation as rope_module
 from sgl_blend.fusion.rotation import (
     Rotation,
     check_rotation,
-    read_rotation,
     rotation_errors,
 )
 from sgl_blend.kernels.delta_rope import delta_rope_tables
@@ -45,16 +46,16 @@ def test_a_rotation_that_depends_on_the_position_alone_is_read(
 ) -> None:
     rope = make_rope(scaling, neox=neox)
 
-    rotation = read_rotation(layers_of(rope, rope, rope))
+    rotation = Rotation(read_rotary_embedding(layers_of(rope, rope, rope)))
 
-    assert rotation.embedding is rope
+    assert rotation.embedding.table is rope.cos_sin_cache
     assert rotation.neox is neox
 
 
 def test_the_table_is_read_anew_each_time() -> None:
     # SGLang extends its table for longer prompts and casts it, by putting another in its place.
     rope = RotaryEmbedding(64, 64, 128, 10_000, True, torch.float32)
-    rotation = read_rotation(layers_of(rope))
+    rotation = Rotation(read_rotary_embedding(layers_of(rope)))
     position = torch.tensor([100]), torch.tensor([120])
     before = rotation.between(*position)
 
@@ -68,7 +69,7 @@ def test_the_table_is_read_anew_each_time() -> None:
 
 
 def test_the_rotation_turns_forward_when_the_chunk_moves_forward() -> None:
-    rotation = read_rotation(layers_of(make_rope()))
+    rotation = Rotation(read_rotary_embedding(layers_of(make_rope())))
 
     cos, sin = rotation.between(torch.tensor([3]), torch.tensor([4]))
 
@@ -81,7 +82,7 @@ def test_the_rotation_turns_forward_when_the_chunk_moves_forward() -> None:
 def test_a_rotation_that_depends_on_the_prompts_length_is_refused() -> None:
     rope = make_rope(DYNAMIC)
     with pytest.raises(UnsupportedError, match=r"rotary embedding DynamicNTK.* is not supported"):
-        read_rotation(layers_of(rope))
+        read_rotary_embedding(layers_of(rope))
 
 
 def test_every_kind_that_is_not_known_is_refused() -> None:
@@ -96,7 +97,7 @@ def test_every_kind_that_is_not_known_is_refused() -> None:
     for name in kinds - accepted:
         stranger = type(name, (RotaryEmbedding,), {"__init__": lambda self: None})()
         with pytest.raises(UnsupportedError, match=f"rotary embedding {name} is not supported"):
-            read_rotation(layers_of(stranger))
+            read_rotary_embedding(layers_of(stranger))
 
 
 @pytest.mark.parametrize(
@@ -106,30 +107,30 @@ def test_every_kind_that_is_not_known_is_refused() -> None:
 )
 def test_a_model_without_rotary_embedding_is_refused(layer: Any) -> None:
     with pytest.raises(UnsupportedError, match="rotary embedding NoneType is not supported"):
-        read_rotation([layer])
+        read_rotary_embedding([layer])
 
 
 def test_layers_that_rotate_differently_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="decoder layers with different rotary embeddings"):
-        read_rotation(layers_of(make_rope(), make_rope(base=500_000)))
+        read_rotary_embedding(layers_of(make_rope(), make_rope(base=500_000)))
 
 
 def test_a_layer_in_the_middle_without_rotation_is_refused() -> None:
     rope = make_rope()
     with pytest.raises(UnsupportedError, match="decoder layers with different rotary embeddings"):
-        read_rotation(layers_of(rope, None, rope))
+        read_rotary_embedding(layers_of(rope, None, rope))
 
 
 def test_a_table_that_starts_elsewhere_is_refused() -> None:
     rope = RotaryEmbedding(64, 64, 64, 10_000, True, torch.float32, position_start=8)
     with pytest.raises(UnsupportedError, match="RotaryEmbedding without a plain cos/sin table"):
-        read_rotation(layers_of(rope))
+        read_rotary_embedding(layers_of(rope))
 
 
 def test_several_linear_scalings_in_one_table_are_refused() -> None:
     rope = LinearScalingRotaryEmbedding(64, 64, 64, 10_000, True, [1.0, 4.0], torch.float32)
     with pytest.raises(UnsupportedError, match="linear RoPE scaling with more than one factor"):
-        read_rotation(layers_of(rope))
+        read_rotary_embedding(layers_of(rope))
 
 
 # --- the check by numbers ---
@@ -146,7 +147,7 @@ def test_moved_keys_agree_with_the_models_own_rotation(
     rope = get_rope(64, 64, 40_000, 10_000, neox, scaling, dtype)
 
     rows = rope.cos_sin_cache.shape[0]
-    errors = rotation_errors(read_rotation(layers_of(rope)), dtype, rows + 7)
+    errors = rotation_errors(Rotation(read_rotary_embedding(layers_of(rope))), dtype, rows + 7)
 
     limit = rows - 62  # 61 is the farthest position that the check starts from
     assert list(errors) == [delta for delta in (1, 1_000, 30_000) if delta < limit] + [limit]
@@ -156,7 +157,7 @@ def test_moved_keys_agree_with_the_models_own_rotation(
 
 def test_no_key_is_moved_farther_than_the_longest_prompt() -> None:
     rope = get_rope(64, 64, 40_000, 10_000, True, None, torch.float32)
-    errors = rotation_errors(read_rotation(layers_of(rope)), torch.float32, 5_000)
+    errors = rotation_errors(Rotation(read_rotary_embedding(layers_of(rope))), torch.float32, 5_000)
     assert list(errors) == [1, 1_000, 5_000 - 62]
 
 
@@ -166,13 +167,13 @@ def _without_scaling(rotation: Rotation, old: Any, new: Any) -> Any:
 
 
 def _backwards(rotation: Rotation, old: Any, new: Any) -> Any:
-    cos, sin = delta_rope_tables(rotation.embedding.cos_sin_cache, old, new)
+    cos, sin = delta_rope_tables(rotation.embedding.table, old, new)
     return cos, -sin
 
 
 def _one_too_far(rotation: Rotation, old: Any, new: Any) -> Any:
-    last = rotation.embedding.cos_sin_cache.shape[0] - 1
-    return delta_rope_tables(rotation.embedding.cos_sin_cache, old, (new + 1).clamp(max=last))
+    last = rotation.embedding.table.shape[0] - 1
+    return delta_rope_tables(rotation.embedding.table, old, (new + 1).clamp(max=last))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -183,14 +184,16 @@ def test_a_wrong_rotation_is_refused(
     rope = get_rope(64, 64, 40_000, 10_000, True, LLAMA3, dtype)
     monkeypatch.setattr(rope_module.Rotation, "between", sabotage)
 
-    errors = rotation_errors(read_rotation(layers_of(rope)), dtype, 40_000)
+    errors = rotation_errors(Rotation(read_rotary_embedding(layers_of(rope))), dtype, 40_000)
 
     with pytest.raises(UnsupportedError, match=r"off by .* this model must not be blended"):
         check_rotation(errors, dtype)
 
 
 def test_neighbours_taken_for_halves_are_refused() -> None:
-    rotation = Rotation(make_rope(neox=True), neox=False)
+    embedding = OwnEmbedding(make_rope(neox=True))
+    embedding.neox = False
+    rotation = Rotation(embedding)
     with pytest.raises(UnsupportedError, match="must not be blended"):
         check_rotation(rotation_errors(rotation, torch.float32, 2000), torch.float32)
 

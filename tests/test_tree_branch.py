@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_blend.engine import adapter as sglang
+from sgl_blend.engine.tree import lock_node, match_prefix, pool_use, tree_key, unlock_node
 from sgl_blend.engine.tree_branch import find_branch, make_check
+from sgl_blend.engine.versions import features
 
 pytestmark = pytest.mark.engine
 
@@ -54,9 +55,9 @@ def insert(tree: Any, path: list[int], page_size: int) -> None:
 
     length = len(path) // page_size * page_size
     tokens = array("q", path[:length])
-    known = len(sglang.match(tree, tokens, salt=SALT, extra_key=None))
+    known = len(match_prefix(tree, tokens, salt=SALT, extra_key=None))
     slots = tree.token_to_kv_pool_allocator.alloc(length)
-    key = sglang.tree_key(tokens, salt=SALT, extra_key=None)
+    key = tree_key(tokens, salt=SALT, extra_key=None)
     tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=known))
 
 
@@ -70,7 +71,7 @@ def test_a_path_that_ends_in_a_node_as_long_as_its_part_behind_the_beginning(kin
     branch = find_branch(tree, head, page_size=1, salt=SALT, extra_key=None)
     assert branch is not None
     (found,) = branch.find_all([array("q", first + second[:10]).tobytes()])
-    want = sglang.match(tree, array("q", prefix + first + second), salt=SALT, extra_key=None)
+    want = match_prefix(tree, array("q", prefix + first + second), salt=SALT, extra_key=None)
     assert found is not None
     assert found.slots.tolist() == want.slots[found.start : 23].tolist()
 
@@ -108,16 +109,16 @@ def test_a_branch_finds_what_the_trees_own_match_finds(kind: str, page_size: int
         found = branch.find_all([array("q", chunk).tobytes() for chunk in chunks])
         for chunk, got in zip(chunks, found, strict=True):
             path = array("q", prefix + chunk)
-            want = sglang.match(tree, path, salt=SALT, extra_key=None)
+            want = match_prefix(tree, path, salt=SALT, extra_key=None)
             if len(want) == head:
                 assert got is None
                 continue
             assert got is not None
             assert got.stop == len(got) == len(want)
             assert got.slots.tolist() == want.slots[got.start :].tolist()
-            held = sglang.lock(tree, got.node)
-            assert sglang.pool_use(tree)["locked"] >= len(want)
-            sglang.unlock(tree, held)
+            held = lock_node(tree, got.node)
+            assert pool_use(tree)["locked"] >= len(want)
+            unlock_node(tree, held)
             several += got.start > 0
             parts += len(want) < len(path) // page_size * page_size
             whole += len(want) == len(path)
@@ -130,7 +131,7 @@ def test_other_namespaces_hold_nothing_of_it(kind: str) -> None:
     insert(tree, [1, 2, 3, 4, 5], 1)
     prefix = array("q", [1, 2]).tobytes()
     others: list[tuple[str | None, str | None]] = [("sgl-blend:other", None), (None, None)]
-    if sglang.features().keys_have_salt:  # before that one name holds both
+    if features().keys_have_salt:  # before that one name holds both
         others.append((SALT, "other"))
     for salt, extra_key in others:
         assert find_branch(tree, prefix, page_size=1, salt=salt, extra_key=extra_key) is None
@@ -169,7 +170,7 @@ def test_what_is_still_there_is_told_from_what_is_not(kind: str) -> None:
         for chunk, before in zip(chunks, found, strict=True):
             assert before is not None
             path = array("q", prefix + chunk)
-            now = sglang.match(tree, path, salt=SALT, extra_key=None).slots.tolist()
+            now = match_prefix(tree, path, salt=SALT, extra_key=None).slots.tolist()
             is_same = now[before.start :] == before.slots.tolist()
             if is_there(before):
                 assert is_same

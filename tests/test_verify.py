@@ -211,26 +211,26 @@ SABOTAGE = {
     ),
     "off by one position": (
         "fusion/rotation.py",
-        "(self.embedding.cos_sin_cache, old_position, new_position)",
-        "(self.embedding.cos_sin_cache, old_position, new_position - 1)",
+        "(self.embedding.table, old_position, new_position)",
+        "(self.embedding.table, old_position, new_position - 1)",
     ),
     "rope scaling dropped": (
         "fusion/rotation.py",
-        "(self.embedding.cos_sin_cache, old_position, new_position)",
+        "(self.embedding.table, old_position, new_position)",
         "(__import__('sglang').srt.layers.rotary_embedding.base.RotaryEmbedding("
-        "self.embedding.head_size, self.embedding.rotary_dim, len(self.embedding.cos_sin_cache), "
+        "self.embedding.head_size, self.embedding.table.shape[1], len(self.embedding.table), "
         "10000, self.neox, torch.float32).cos_sin_cache, old_position, new_position)",
     ),
     "kept rows write where others do": (
         "fusion/attention.py",
-        "sglang.take_rows(self._batch, self.kept_rows, left)",
-        "sglang.take_rows(self._batch, self.kept_rows, left); "
+        "take_rows(self._batch, self.kept_rows, left)",
+        "take_rows(self._batch, self.kept_rows, left); "
         "self._batch.out_cache_loc = self._batch.out_cache_loc.roll(1)",
     ),
     "attention one position short": (
         "fusion/attention.py",
-        "self._kernel.plan(self._batch.positions, left",
-        "self._kernel.plan((self._batch.positions - 1).clamp(min=0), left",
+        "row_positions(self._batch), left",
+        "(row_positions(self._batch) - 1).clamp(min=0), left",
     ),
     "attention misses a key": (
         "engine/forward.py",

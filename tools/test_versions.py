@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from sgl_blend.engine.adapter import TESTED_VERSIONS
+from sgl_blend.engine.versions import TESTED_VERSIONS
 
 ROOT = Path(__file__).parents[1]
 MARK = "pytest.mark.engine"

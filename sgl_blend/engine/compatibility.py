@@ -4,12 +4,14 @@ Everything not listed is served; what cannot be blended for one request only dro
 (fallback.py).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
+from sgl_blend.engine.models import model_class
+from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
 from sgl_blend.errors import UnsupportedError
 
 
@@ -227,7 +229,7 @@ such as Phi3ForCausalLM, are refused until a test proves them.
 """
 
 
-def check_server_args(server_args: Any) -> None:
+def check_server_args(server_args: ServerArgs) -> None:
     """Refuse settings that exclude blending.
 
     Raises:
@@ -240,13 +242,13 @@ def check_server_args(server_args: Any) -> None:
             )
 
 
-def check_model(model: Any) -> None:
+def check_model(runner: ModelRunner) -> None:
     """Refuse a model of a class that was never blended.
 
     Raises:
         UnsupportedError: The message names the class and those that are served.
     """
-    kind = type(model).__name__
+    kind = model_class(runner)
     if kind not in MODELS:
         raise UnsupportedError(
             f"enable_blend: models of class {kind} are not supported, only {', '.join(MODELS)}; "
@@ -254,7 +256,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def check_runner(runner: Any, check_layer: int) -> None:
+def check_runner(runner: ModelRunner, check_layer: int) -> None:
     """Refuse models and KV pools that cannot be blended, once they are loaded.
 
     Raises:
@@ -278,7 +280,7 @@ def check_runner(runner: Any, check_layer: int) -> None:
         raise UnsupportedError("enable_blend: multimodal models are not supported")
 
 
-def check_layers(layers: list[Any]) -> None:
+def check_layers(layers: Sequence[DecoderLayer]) -> None:
     """Refuse decoder layers whose attention is more than causal softmax attention.
 
     Raises:

@@ -1,50 +1,69 @@
-"""How SGLang spells a model, a batch and its forward; the other half of adapter.py."""
+"""One forward: the tensors of its batch, what is taken out of them, and its output."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from sgl_blend.engine.adapter import features
-from sgl_blend.errors import UnsupportedError
-from sgl_blend.kernels.delta_rope import LayerPools
+from sgl_blend.engine.objects import (
+    AttentionBackend,
+    AttentionLayer,
+    ForwardBatch,
+    ModelOutput,
+    ModelRunner,
+)
+from sgl_blend.engine.versions import features
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.kernels.upload import to_device
 
 
-def decoder_layers(model: Any) -> list[Any]:
-    """Return the decoder layers of a causal language model.
-
-    Raises:
-        UnsupportedError: The model cannot be run layer by layer.
-    """
-    kind = type(model).__name__
-    if not hasattr(model, "forward_split_prefill"):
-        raise UnsupportedError(f"enable_blend: {kind} cannot be run layer by layer in this SGLang")
-    layers = getattr(getattr(model, "model", None), "layers", None)
-    if not layers:
-        raise UnsupportedError(f"enable_blend: {kind} has no decoder layers at model.layers")
-    return list(layers)
+def request_ids(batch: ForwardBatch) -> list[str]:
+    """Return the ids of a batch's requests."""
+    return batch.rids
 
 
-def linear_modules(layer: Any) -> list[tuple[Any, int]]:
-    """Return the linear modules of a decoder layer, each with the width of its input on this rank."""
-    from sglang.srt.layers.linear import LinearBase
+def step_starts(batch: ForwardBatch) -> list[int]:
+    """Return per request how many of its tokens are in the pool before the forward."""
+    return batch.extend_prefix_lens_cpu
 
-    return [
-        (module, int(getattr(module, "input_size_per_partition", module.input_size)))
-        for module in layer.modules()
-        if isinstance(module, LinearBase)
-    ]
+
+def step_lengths(batch: ForwardBatch) -> list[int]:
+    """Return per request how many rows the forward computes."""
+    return batch.extend_seq_lens_cpu
+
+
+def row_positions(batch: ForwardBatch) -> torch.Tensor:
+    """Return per row its position in its request, int64 [rows]."""
+    return batch.positions
+
+
+def row_slots(batch: ForwardBatch) -> torch.Tensor:
+    """Return per row the slot that its KV goes to, int64 [rows]."""
+    return batch.out_cache_loc
+
+
+def batch_device(batch: ForwardBatch) -> torch.device:
+    """Return where a batch's tensors lie."""
+    return batch.input_ids.device
+
+
+def prepare(runner: ModelRunner, batch: ForwardBatch) -> None:
+    """Do what SGLang does to a batch before it runs without a graph."""
+    runner._prepare_eager_forward_batch(batch)
+
+
+def run_layers(runner: ModelRunner, batch: ForwardBatch, count: int) -> Any:
+    """Run the next layers of a batch; return the logits after the last one."""
+    return runner.forward_split_prefill(batch, forward_count=count) if count else None
 
 
 @contextmanager
-def forward_with(backend: Any, batch: Any) -> Iterator[None]:
+def forward_with(backend: object, batch: ForwardBatch) -> Iterator[None]:
     """Let RadixAttention of this batch's forward call the given backend."""
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -53,7 +72,7 @@ def forward_with(backend: Any, batch: Any) -> Iterator[None]:
         yield
 
 
-def copy_batch(forward_batch: Any) -> Any:
+def copy_batch(forward_batch: ForwardBatch) -> ForwardBatch:
     """Copy a ForwardBatch, so that rows can be taken out without the sampler noticing."""
     batch = copy.copy(forward_batch)
     if batch.forward_mode.is_mixed():
@@ -64,12 +83,12 @@ def copy_batch(forward_batch: Any) -> Any:
     return batch
 
 
-def has_embeddings(batch: Any) -> bool:
+def has_embeddings(batch: ForwardBatch) -> bool:
     """Tell whether some request of a batch brings embeddings, which a run layer by layer ignores."""
     return batch.input_embeds is not None or batch.replace_embeds is not None
 
 
-def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> None:
+def take_rows(batch: ForwardBatch, rows: torch.Tensor, rows_per_request: list[int]) -> None:
     """Keep only some token rows of a batch, in place.
 
     Args:
@@ -90,7 +109,7 @@ def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> No
         torch.tensor(first_rows(rows_per_request), dtype=torch.int32), device
     )
     batch.extend_num_tokens = sum(rows_per_request)
-    _set_num_tokens(batch)
+    set_num_tokens(batch)
     if batch.extend_logprob_start_lens_cpu is not None:
         # Removed rows lie before every row whose logprob is wanted (BlendPlan.computed_from).
         batch.extend_logprob_start_lens_cpu = [
@@ -99,7 +118,7 @@ def take_rows(batch: Any, rows: torch.Tensor, rows_per_request: list[int]) -> No
         ]
 
 
-def advance_prefix(batch: Any, tokens: list[int]) -> None:
+def advance_prefix(batch: ForwardBatch, tokens: list[int]) -> None:
     """Declare that the first tokens of each request's step are in the pool already, in place."""
     prefix = [old + more for old, more in zip(batch.extend_prefix_lens_cpu, tokens, strict=True)]
     batch.extend_prefix_lens_cpu = prefix
@@ -108,59 +127,7 @@ def advance_prefix(batch: Any, tokens: list[int]) -> None:
     )
 
 
-@contextmanager
-def residual_rows(layer: Any, kept_rows: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """Let a decoder layer's residual follow an attention that returns fewer rows than it got.
-
-    All supported models add the residual in the norm between attention and MLP, wherever they keep
-    it until then.
-
-    Args:
-        layer: One of decoder_layers.
-        kept_rows: Called when the attention has returned: the rows it kept.
-
-    Raises:
-        RuntimeError: The layer did not call its norm; its hidden states are of no use.
-    """
-    met = False
-
-    def follow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal met
-        hidden, residual, *more = args
-        rows = kept_rows()
-        assert hidden.shape[0] == rows.shape[0], "the attention selects"
-        met = True
-        return (hidden, compact_rows(rows, [residual])[0], *more), kwargs
-
-    handle = layer.post_attention_layernorm.register_forward_pre_hook(follow, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if not met:
-        raise RuntimeError("sgl-blend: the norm behind attention was not called as a module")
-
-
-@contextmanager
-def entering(module: Any, context: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """Run every call of a module inside a context of its own, for the time of a with block."""
-    with ExitStack() as calls:
-
-        def enter(*call: Any) -> None:
-            calls.enter_context(context())
-
-        def leave(*call: Any) -> None:
-            calls.pop_all().close()
-
-        handles = [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-def take_requests(forward_batch: Any, indices: list[int]) -> Any:
+def take_requests(forward_batch: ForwardBatch, indices: list[int]) -> ForwardBatch:
     """Copy a ForwardBatch with only some of its requests."""
     batch = copy.copy(forward_batch)
     lengths = forward_batch.extend_seq_lens_cpu
@@ -204,17 +171,18 @@ def take_requests(forward_batch: Any, indices: list[int]) -> Any:
         torch.tensor(first_rows([lengths[i] for i in indices]), dtype=torch.int32), device
     )
     batch.extend_num_tokens = int(rows.shape[0])
-    _set_num_tokens(batch)
+    set_num_tokens(batch)
     return batch
 
 
-def _set_num_tokens(batch: Any) -> None:
+def set_num_tokens(batch: ForwardBatch) -> None:
+    """Make a batch's other counts of rows agree with its own."""
     for name in ("global_num_token_non_padded_cpu", "num_token_non_padded_cpu"):
         if hasattr(batch, name):
             setattr(batch, name, batch.extend_num_tokens)
 
 
-def join_outputs(outputs: list[tuple[list[int], Any]]) -> Any:
+def join_outputs(outputs: list[tuple[list[int], ModelOutput]]) -> ModelOutput:
     """Put the outputs of several forwards of one batch back into one.
 
     Args:
@@ -231,116 +199,47 @@ def join_outputs(outputs: list[tuple[list[int], Any]]) -> Any:
     return first
 
 
-def model_output(logits_output: Any) -> Any:
+def model_output(logits_output: Any) -> ModelOutput:
     """Wrap logits as ModelRunner._forward_raw returns them."""
     from sglang.srt.model_executor.model_runner import ModelRunnerOutput
 
-    return ModelRunnerOutput(logits_output=logits_output, can_run_graph=False)
+    output: ModelOutput = ModelRunnerOutput(logits_output=logits_output, can_run_graph=False)
+    return output
 
 
-def layer_pools(runner: Any) -> LayerPools:
-    """Return the KV pools of all layers of a model runner."""
-    pool = runner.token_to_kv_pool
-    numbers = range(len(decoder_layers(runner.model)))
-    return LayerPools(
-        k=tuple(pool.get_key_buffer(number) for number in numbers),
-        v=tuple(pool.get_value_buffer(number) for number in numbers),
-    )
+def next_token_logits(output: ModelOutput) -> torch.Tensor:
+    """Return the logits that first tokens are sampled from, [requests, vocab_size]."""
+    logits: torch.Tensor = output.logits_output.next_token_logits
+    return logits
 
 
-@contextmanager
-def borrowed_slots(scheduler: Any, lengths: Sequence[int]) -> Iterator[list[torch.Tensor] | None]:
-    """Take free slots of the KV pool for the time of a with block.
-
-    Args:
-        scheduler: SGLang's, idle.
-        lengths: How many tokens each of some requests has.
-
-    Yields:
-        Per length, int64 [length], slots that begin at a page; None if the pool has too few.
-    """
-    allocator = scheduler.token_to_kv_pool_allocator
-    page = scheduler.page_size
-    padded = [-(-length // page) * page for length in lengths]
-    slots = allocator.alloc(sum(padded)) if allocator.available_size() >= sum(padded) else None
-    if slots is None:
-        yield None
-        return
-    try:
-        wholes = slots.to(torch.int64).split(padded)
-        yield [whole[:length] for whole, length in zip(wholes, lengths, strict=True)]
-    finally:
-        allocator.free(slots)
+def attend(backend: AttentionBackend, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attend as the server itself does; the arguments are those of its backend's forward."""
+    return backend.forward(*args, **kwargs)
 
 
-@contextmanager
-def prefill_batch(scheduler: Any, slots: torch.Tensor) -> Iterator[Any]:
-    """Make a ForwardBatch that prefills one prompt of made-up tokens, for the time of a with block.
-
-    SGLang makes its own the same way where it captures graphs: there is no request behind it.
-
-    Args:
-        scheduler: SGLang's, idle.
-        slots: int64 [num_tokens], where its KV goes.
-    """
-    from sglang.srt.model_executor.forward_batch_info import (
-        CaptureHiddenMode,
-        ForwardBatch,
-        ForwardMode,
-    )
-
-    runner = scheduler.tp_worker.model_runner
-    rows = runner.req_to_token_pool
-    number, length, device = rows.free_slots[0], slots.numel(), slots.device
-
-    def of_one(value: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([value], dtype=dtype, device=device)
-
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        batch_size=1,
-        input_ids=torch.arange(length, device=device) % runner.model_config.vocab_size,
-        req_pool_indices=of_one(number, torch.int64),
-        seq_lens=of_one(length, torch.int64),
-        seq_lens_cpu=torch.tensor([length]),
-        seq_lens_sum=length,
-        orig_seq_lens=of_one(length, torch.int32),
-        out_cache_loc=slots,
-        positions=torch.arange(length, device=device),
-        extend_num_tokens=length,
-        extend_seq_lens=of_one(length, torch.int32),
-        extend_prefix_lens=of_one(0, torch.int32),
-        extend_start_loc=of_one(0, torch.int32),
-        extend_seq_lens_cpu=[length],
-        extend_prefix_lens_cpu=[0],
-        extend_logprob_start_lens_cpu=[length],
-        top_logprobs_nums=[0],
-        token_ids_logprobs=[None],
-        mm_inputs=[None],
-        lora_ids=[None],
-        rids=["sgl-blend-trial"],
-        spec_algorithm=scheduler.spec_algorithm,
-        capture_hidden_mode=CaptureHiddenMode.NULL,
-        is_extend_in_batch=True,
-    )
-    _set_num_tokens(batch)
-    before = rows.req_to_token[number, :length].clone()
-    rows.req_to_token[number, :length] = slots.to(rows.req_to_token.dtype)
-    try:
-        yield batch
-    finally:
-        rows.req_to_token[number, :length] = before
-
-
-def write_kv(pool: Any, layer: Any, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write fresh KV rows of one layer into the pool, as stock backends do."""
+def write_kv(
+    backend: AttentionBackend,
+    layer: AttentionLayer,
+    batch: ForwardBatch,
+    k: torch.Tensor,
+    v: torch.Tensor,
+) -> None:
+    """Write fresh KV of a batch's rows into one layer of the pool, as stock backends do."""
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), k, v)
+    backend.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
 
 
-def kv_slots_of_requests(batch: Any, req_to_token: torch.Tensor) -> list[torch.Tensor]:
+def kv_slots_of_requests(batch: ForwardBatch, backend: AttentionBackend) -> list[torch.Tensor]:
     """Return each request's pool slots, int64 [seq_len], in token order."""
     lengths = batch.seq_lens_cpu.tolist()
+    req_to_token: torch.Tensor = backend.req_to_token_pool.req_to_token
     table = req_to_token[:, : max(lengths)].index_select(0, batch.req_pool_indices)
     return [table[i, :length].to(torch.int64) for i, length in enumerate(lengths)]
+
+
+def layer_kv(backend: AttentionBackend, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the K and V pool of one layer, each [slots, heads, head_dim]."""
+    pool = backend.token_to_kv_pool
+    return pool.get_key_buffer(number), pool.get_value_buffer(number)

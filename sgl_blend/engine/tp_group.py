@@ -54,3 +54,10 @@ class TPGroup:
         # An all-reduce need not round alike on every rank, and a tie that falls differently is fatal.
         self._group.broadcast(total, src=0)
         return total
+
+
+def this_group() -> TPGroup:
+    """Return the group of this process, once SGLang has set it up."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return TPGroup(get_tp_group())

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 import torch
 
-from sgl_blend.engine.adapter import TreeMatch, match, tree_key
+from sgl_blend.engine.objects import Tree
+from sgl_blend.engine.tree import TOKEN_BYTES, TreeMatch, match_prefix, tree_key
 
 _FULL = 0
 """SGLang's ComponentType of full attention."""
-_TOKEN_BYTES = array("q").itemsize
 
 
 class Branch(Protocol):
@@ -35,7 +35,7 @@ class Branch(Protocol):
 
 
 def find_branch(
-    tree: Any, prefix: bytes, *, page_size: int, salt: str | None, extra_key: str | None
+    tree: Tree, prefix: bytes, *, page_size: int, salt: str | None, extra_key: str | None
 ) -> Branch | None:
     """Return what lies behind a beginning, or None if not all of its pages are stored.
 
@@ -52,7 +52,7 @@ def find_branch(
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
     tokens = array("q", prefix)
-    head = match(tree, tokens, salt=salt, extra_key=extra_key)
+    head = match_prefix(tree, tokens, salt=salt, extra_key=extra_key)
     if len(head) != len(tokens) // page_size * page_size:
         return None
     any_tree = _MatchBranch(tree, prefix, len(head), salt, extra_key)
@@ -68,7 +68,7 @@ def find_branch(
     return any_tree
 
 
-def make_check(tree: Any) -> Callable[[TreeMatch], bool]:
+def make_check(tree: Tree) -> Callable[[TreeMatch], bool]:
     """Return a test whether KV is still where a branch found it, whatever was removed since.
 
     It may say no where it cannot know. In a UnifiedRadixCache nodes have numbers that are never given
@@ -100,7 +100,7 @@ class _MatchBranch:
     """Any tree: every path is matched from the root, and counts as used."""
 
     def __init__(
-        self, tree: Any, prefix: bytes, start: int, salt: str | None, extra_key: str | None
+        self, tree: Tree, prefix: bytes, start: int, salt: str | None, extra_key: str | None
     ) -> None:
         self.prefix = prefix
         self._tree = tree
@@ -113,7 +113,7 @@ class _MatchBranch:
 
     def find(self, tokens: bytes) -> TreeMatch | None:
         path = array("q", self.prefix + tokens)
-        found = match(self._tree, path, salt=self._salt, extra_key=self._extra_key)
+        found = match_prefix(self._tree, path, salt=self._salt, extra_key=self._extra_key)
         return found if len(found) > self._start else None
 
 
@@ -203,7 +203,7 @@ class _NodeBranch:
         self._page_size = page_size
         self._value_of = value_of
         self._handle_of = handle_of
-        self._uncached = any_tree.prefix[self._start * _TOKEN_BYTES :]
+        self._uncached = any_tree.prefix[self._start * TOKEN_BYTES :]
         child_key = probe.child_key(page_size)
         page: Any = 0 if page_size == 1 else (0,) * page_size
         self._namespace = None if child_key == page else child_key[0]

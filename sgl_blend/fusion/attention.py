@@ -12,7 +12,18 @@ from typing import Any
 
 import torch
 
-from sgl_blend.engine import forward as sglang
+from sgl_blend.engine.forward import (
+    attend,
+    batch_device,
+    kv_slots_of_requests,
+    layer_kv,
+    row_positions,
+    step_lengths,
+    take_rows,
+    write_kv,
+)
+from sgl_blend.engine.models import layer_number, softmax_scale, split_heads
+from sgl_blend.engine.objects import AttentionBackend, AttentionLayer, ForwardBatch
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.kernels.ragged_attention import RaggedKernel
@@ -91,12 +102,12 @@ class BlendAttention:
 
     def __init__(
         self,
-        inner: Any,
+        inner: AttentionBackend,
         *,
         check_layer: int,
         neox: bool,
         candidates: list[Candidates],
-        batch: Any,
+        batch: ForwardBatch,
         dtype: torch.dtype,
         tp_group: TPGroup,
         kernel: RaggedKernel,
@@ -111,7 +122,7 @@ class BlendAttention:
         self._dtype = dtype
         self._select_layer: int | None = None
         self._kernel = kernel
-        self._plan: Any = None
+        self._plan: object = None
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names this class does not define: pools, metadata, flags.
@@ -126,8 +137,8 @@ class BlendAttention:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
@@ -136,23 +147,19 @@ class BlendAttention:
         Returns:
             [rows, heads * v_head_dim]; where rows are selected, of the kept rows only.
         """
-        layer_id = layer.layer_id
+        layer_id = layer_number(layer)
         selects = layer_id == self._select_layer
         if self._plan is None and not selects:
-            out: torch.Tensor = self.inner.forward(
-                q, k, v, layer, forward_batch, save_kv_cache, **kwargs
-            )
-            return out
-        pool = self.inner.token_to_kv_pool
-        k_pool, v_pool = pool.get_key_buffer(layer_id), pool.get_value_buffer(layer_id)
+            return attend(self.inner, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        k_pool, v_pool = layer_kv(self.inner, layer_id)
         if save_kv_cache:
-            sglang.write_kv(pool, layer, self._batch.out_cache_loc, k, v)
-        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            write_kv(self.inner, layer, self._batch, k, v)
+        heads, scale = split_heads(q, layer), softmax_scale(layer)
         if selects:
             with phase(Phase.SELECTION):
-                self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, layer.scaling))
+                self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, scale))
                 (heads,) = compact_rows(self.kept_rows, [heads])
-        mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=layer.scaling)
+        mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=scale)
         return mixed.reshape(heads.shape[0], -1)
 
     def drop_early(self) -> None:
@@ -187,10 +194,10 @@ class BlendAttention:
             (group, budget, own.nan_to_num(nan=torch.inf, posinf=torch.inf))
             for group, budget, own in selecting
         ]
-        counts = list(self._batch.extend_seq_lens_cpu)
+        counts = list(step_lengths(self._batch))
         left = list(counts)
         # Above infinity, segmented_topk knows nothing but NaN: rows that nobody may drop.
-        priorities = torch.full([sum(counts)], torch.nan, device=self._batch.positions.device)
+        priorities = torch.full([sum(counts)], torch.nan, device=batch_device(self._batch))
         for group, budget, own in selecting:
             priorities[group.rows] = own
             left[group.request] -= group.rows.numel() - budget
@@ -198,8 +205,10 @@ class BlendAttention:
         self._candidates = self._renumber(
             selecting, [a - b for a, b in zip(counts, left, strict=True)]
         )
-        sglang.take_rows(self._batch, self.kept_rows, left)
-        self._plan = self._kernel.plan(self._batch.positions, left, self._kv_slots(), self._dtype)
+        take_rows(self._batch, self.kept_rows, left)
+        self._plan = self._kernel.plan(
+            row_positions(self._batch), left, self._kv_slots(), self._dtype
+        )
 
     def _renumber(
         self, selecting: list[tuple[Candidates, int, torch.Tensor]], num_dropped: list[int]
@@ -214,7 +223,7 @@ class BlendAttention:
         if not waiting:
             return []
         place = torch.empty(
-            self._batch.positions.shape[0], dtype=torch.int64, device=self.kept_rows.device
+            row_positions(self._batch).shape[0], dtype=torch.int64, device=self.kept_rows.device
         )
         place[self.kept_rows] = torch.arange(self.kept_rows.numel(), device=place.device)
         groups = []
@@ -243,4 +252,4 @@ class BlendAttention:
         )
 
     def _kv_slots(self) -> list[torch.Tensor]:
-        return sglang.kv_slots_of_requests(self._batch, self.inner.req_to_token_pool.req_to_token)
+        return kv_slots_of_requests(self._batch, self.inner)

@@ -15,11 +15,29 @@ Every count is known on the host before the forward; which rows are kept is know
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from sgl_blend.engine import forward as sglang
+from sgl_blend.engine.forward import (
+    advance_prefix,
+    batch_device,
+    copy_batch,
+    forward_with,
+    model_output,
+    prepare,
+    row_slots,
+    run_layers,
+    step_lengths,
+    take_rows,
+)
+from sgl_blend.engine.models import (
+    around_logits,
+    attention_backend,
+    decoder_layers,
+    model_dtype,
+    residual_rows,
+)
+from sgl_blend.engine.objects import ForwardBatch, ModelOutput, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates
 from sgl_blend.fusion.kv_copier import Copy, KVCopier
@@ -43,7 +61,7 @@ class Fusor:
 
     def __init__(
         self,
-        runner: Any,
+        runner: ModelRunner,
         rotation: Rotation,
         layers: LayerSplit,
         pools: LayerPools,
@@ -52,13 +70,14 @@ class Fusor:
     ) -> None:
         self.layers = layers
         self._runner = runner
-        self._modules = sglang.decoder_layers(runner.model)
+        self._modules = decoder_layers(runner)
         self._rotation = rotation
+        self._pools = pools
         self._copier = KVCopier(pools, neox=rotation.neox)
         self._kernel = kernel
         self._tp_group = tp_group
 
-    def run(self, forward_batch: Any, steps: Sequence[StepPlan | None]) -> Any:
+    def run(self, forward_batch: ForwardBatch, steps: Sequence[StepPlan | None]) -> ModelOutput:
         """Run one extend batch.
 
         Args:
@@ -70,8 +89,8 @@ class Fusor:
             SGLang's ModelRunnerOutput. KV of every row is in the pool.
         """
         runner = self._runner
-        runner._prepare_eager_forward_batch(forward_batch)
-        batch = sglang.copy_batch(forward_batch)
+        prepare(runner, forward_batch)
+        batch = copy_batch(forward_batch)
         with phase(Phase.PLAN):
             exact_lengths = self._take_exact_prefixes(batch, steps)
             candidates = self._candidates(batch, steps)
@@ -86,7 +105,7 @@ class Fusor:
             self._copier.copy(self._copies(early, 0, batch))
             self._copier.start(copies)
         backend = self._backend(batch, candidates)
-        with sglang.forward_with(backend, batch):
+        with forward_with(backend, batch):
             if early:
                 backend.drop_early()
             done = 0
@@ -95,49 +114,45 @@ class Fusor:
                 if not is_first:  # rows kept so far write above the check layer, over the copies
                     self._copier.wait()
                 with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
-                    self._run_layers(batch, layer - done)
+                    run_layers(runner, batch, layer - done)
                 with phase(Phase.CHECK_LAYER):
                     backend.select_at(layer)
-                    with sglang.residual_rows(self._modules[layer], lambda: backend.kept_rows):
-                        self._run_layers(batch, 1)
+                    with residual_rows(self._modules[layer], lambda: backend.kept_rows):
+                        run_layers(runner, batch, 1)
                     self._copier.wait()
                 done = layer + 1
             with (
                 phase(Phase.SHRUNK_LAYERS),
-                sglang.entering(runner.model.logits_processor, lambda: phase(Phase.LOGITS)),
+                around_logits(runner, lambda: phase(Phase.LOGITS)),
             ):
-                logits = self._run_layers(batch, self.layers.total - done)
-        return sglang.model_output(logits)
+                logits = run_layers(runner, batch, self.layers.total - done)
+        return model_output(logits)
 
-    def _run_layers(self, batch: Any, count: int) -> Any:
-        """Run the next layers; return the logits behind the last one."""
-        return self._runner.forward_split_prefill(batch, forward_count=count) if count else None
-
-    def _backend(self, batch: Any, candidates: list[Candidates]) -> BlendAttention:
+    def _backend(self, batch: ForwardBatch, candidates: list[Candidates]) -> BlendAttention:
         return BlendAttention(
-            self._runner.attn_backend,
+            attention_backend(self._runner),
             check_layer=self.layers.check,
             neox=self._rotation.neox,
             candidates=candidates,
             batch=batch,
-            dtype=self._runner.dtype,
+            dtype=model_dtype(self._runner),
             tp_group=self._tp_group,
             kernel=self._kernel,
         )
 
-    def _prefill_first(self, batch: Any, candidates: list[Candidates]) -> list[Candidates]:
+    def _prefill_first(self, batch: ForwardBatch, candidates: list[Candidates]) -> list[Candidates]:
         """Prefill in full first; oracle policies choose by what it finds, exact ones keep its KV.
 
         What the blended forward has to write itself is zero again when it begins.
         """
-        full = sglang.copy_batch(batch)
-        with sglang.forward_with(self._backend(full, []), full):
-            self._runner.forward_split_prefill(full, forward_count=self.layers.total)
-        computed = torch.ones_like(batch.out_cache_loc, dtype=torch.bool)
+        full = copy_batch(batch)
+        with forward_with(self._backend(full, []), full):
+            run_layers(self._runner, full, self.layers.total)
+        own_slots = row_slots(batch)
+        computed = torch.ones_like(own_slots, dtype=torch.bool)
         computed[torch.cat([group.rows for group in candidates])] = False
-        slots = batch.out_cache_loc[computed]
-        pools = sglang.layer_pools(self._runner)
-        for buffer in (*pools.k, *pools.v):
+        slots = own_slots[computed]
+        for buffer in (*self._pools.k, *self._pools.v):
             buffer[slots] = 0
         return [
             replace(group, priorities=self._true_priorities(batch, group))
@@ -146,39 +161,41 @@ class Fusor:
             for group in candidates
         ]
 
-    def _true_priorities(self, batch: Any, group: Candidates) -> torch.Tensor:
+    def _true_priorities(self, batch: ForwardBatch, group: Candidates) -> torch.Tensor:
         policy = POLICIES[group.policy]
         assert policy.score is not None, "a policy that sees a prefill has a score"
-        pool = self._runner.token_to_kv_pool
+        own_slots = row_slots(batch)
         scores = torch.zeros(group.rows.numel(), device=group.rows.device)
         for layer in range(self.layers.check + 1, self.layers.total):
-            k_pool, v_pool = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
+            k_pool, v_pool = self._pools.k[layer], self._pools.v[layer]
             view = LayerView(
                 q=k_pool[:0],
                 k=k_pool,
                 v=v_pool,
                 k_pool=k_pool,
                 v_pool=v_pool,
-                rows=batch.out_cache_loc[group.rows],
+                rows=own_slots[group.rows],
                 stored_slots=group.source_slots,
                 rotation=(group.cos, group.sin, self._rotation.neox),
                 positions=group.positions,
                 question=group.question,
-                own_slots=lambda: batch.out_cache_loc,
+                own_slots=lambda: own_slots,
                 scale=1.0,
             )
             deviation = self._tp_group.sum(policy.score(view))
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
 
-    def _take_exact_prefixes(self, batch: Any, steps: Sequence[StepPlan | None]) -> list[Copy]:
+    def _take_exact_prefixes(
+        self, batch: ForwardBatch, steps: Sequence[StepPlan | None]
+    ) -> list[Copy]:
         """Take the rows of exact prefixes out of the batch; return the copies that stand for them."""
-        lengths = batch.extend_seq_lens_cpu
+        lengths = step_lengths(batch)
         exact_lengths = [0 if step is None else step.exact_stop - step.start for step in steps]
         if not any(exact_lengths):
             return []
         starts = first_rows(lengths)
-        device = batch.input_ids.device
+        device = batch_device(batch)
         exact_rows = torch.cat([_range(s, h) for s, h in zip(starts, exact_lengths, strict=True)])
         body_rows = torch.cat(
             [_range(s + h, n - h) for s, h, n in zip(starts, exact_lengths, lengths, strict=True)]
@@ -196,22 +213,24 @@ class Fusor:
                     if step is not None and step.exact_prefix
                 ]
             ),
-            dest_slots=batch.out_cache_loc[to_device(exact_rows, device)],
+            dest_slots=row_slots(batch)[to_device(exact_rows, device)],
             cos=cos,
             sin=sin,
         )
-        sglang.advance_prefix(batch, exact_lengths)
+        advance_prefix(batch, exact_lengths)
         body = [length - exact for length, exact in zip(lengths, exact_lengths, strict=True)]
-        sglang.take_rows(batch, to_device(body_rows, device), body)
+        take_rows(batch, to_device(body_rows, device), body)
         return [copy]
 
-    def _copies(self, groups: list[Candidates], first_layer: int, batch: Any) -> list[Copy]:
+    def _copies(
+        self, groups: list[Candidates], first_layer: int, batch: ForwardBatch
+    ) -> list[Copy]:
         """Return the copies of all rows of some groups, in all layers from one on."""
         return [
             Copy(
                 layers=range(first_layer, self.layers.total),
                 source_slots=group.source_slots,
-                dest_slots=batch.out_cache_loc[group.rows],
+                dest_slots=row_slots(batch)[group.rows],
                 cos=group.cos,
                 sin=group.sin,
             )
@@ -219,14 +238,14 @@ class Fusor:
             if not POLICIES[group.policy].true_kv
         ]
 
-    def _candidates(self, batch: Any, steps: Sequence[StepPlan | None]) -> list[Candidates]:
+    def _candidates(
+        self, batch: ForwardBatch, steps: Sequence[StepPlan | None]
+    ) -> list[Candidates]:
         """Collect, per request that drops rows, what selection and copying need."""
-        device = batch.input_ids.device
+        device = batch_device(batch)
         found = []
         first_row = 0
-        for request, (length, step) in enumerate(
-            zip(batch.extend_seq_lens_cpu, steps, strict=True)
-        ):
+        for request, (length, step) in enumerate(zip(step_lengths(batch), steps, strict=True)):
             if step is not None and step.num_dropped > 0:
                 found.append(self._candidates_of(step, request, first_row, device))
             first_row += length

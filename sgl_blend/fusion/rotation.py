@@ -1,20 +1,12 @@
 """The model's own rotary embedding: read once, accepted if it is understood, and checked by numbers."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from sgl_blend.engine.rotary import RotaryEmbedding
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import delta_rope_tables, rotate_keys
-
-_STATIC_KINDS = (
-    "RotaryEmbedding",
-    "LinearScalingRotaryEmbedding",
-    "Llama3RotaryEmbedding",
-    "YaRNScalingRotaryEmbedding",
-)
-"""SGLang's classes whose table depends on nothing but the position."""
 
 _DELTAS = (1, 1_000, 30_000)
 _CHECKED_FROM = (0, 5, 61)
@@ -26,47 +18,21 @@ class Rotation:
     """How a model rotates its keys.
 
     Attributes:
-        embedding: SGLang's rotary module; its table may grow and change dtype, so it is read anew.
-        neox: True if the halves of a head form the rotated pairs, False if neighbours do.
+        embedding: The model's own.
     """
 
-    embedding: Any
-    neox: bool
+    embedding: RotaryEmbedding
+
+    @property
+    def neox(self) -> bool:
+        """True if the halves of a head form the rotated pairs, False if neighbours do."""
+        return self.embedding.neox
 
     def between(
         self, old_position: torch.Tensor, new_position: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin that move keys from old to new positions (see delta_rope_tables)."""
-        return delta_rope_tables(self.embedding.cos_sin_cache, old_position, new_position)
-
-
-def read_rotation(layers: list[Any]) -> Rotation:
-    """Read the rotation that all decoder layers share.
-
-    Args:
-        layers: The model's decoder layers, each with ``self_attn.rotary_emb``.
-
-    Raises:
-        UnsupportedError: A layer has no rotary embedding, layers differ, or the kind is not one
-            whose rotation depends on the position alone.
-    """
-    embeddings = [
-        getattr(getattr(layer, "self_attn", None), "rotary_emb", None) for layer in layers
-    ]
-    first = embeddings[0]
-    kind = type(first).__name__
-    if first is None or kind not in _STATIC_KINDS:
-        raise UnsupportedError(
-            f"enable_blend: rotary embedding {kind} is not supported, expected one of "
-            f"{', '.join(_STATIC_KINDS)}"
-        )
-    if any(embedding is not first for embedding in embeddings):
-        raise UnsupportedError("enable_blend: decoder layers with different rotary embeddings")
-    if not hasattr(first, "cos_sin_cache") or getattr(first, "position_start", 0) != 0:
-        raise UnsupportedError(f"enable_blend: {kind} without a plain cos/sin table")
-    if isinstance(getattr(first, "scaling_factors", None), list) and len(first.scaling_factors) > 1:
-        raise UnsupportedError("enable_blend: linear RoPE scaling with more than one factor")
-    return Rotation(embedding=first, neox=bool(first.is_neox_style))
+        return delta_rope_tables(self.embedding.table, old_position, new_position)
 
 
 def rotation_errors(rotation: Rotation, dtype: torch.dtype, num_positions: int) -> dict[int, float]:
@@ -85,24 +51,20 @@ def rotation_errors(rotation: Rotation, dtype: torch.dtype, num_positions: int) 
         Relative error |moved - true| / |true| by distance: 1, 1,000 and 30,000 tokens as far as the
         longest prompt reaches, and the largest distance in it.
     """
-    module = rotation.embedding
-    device = module.cos_sin_cache.device
+    own = rotation.embedding
+    device = own.table.device
     old = torch.tensor(_CHECKED_FROM, device=device)
-    farthest = min(module.cos_sin_cache.shape[0], num_positions) - 1 - max(_CHECKED_FROM)
+    farthest = min(own.table.shape[0], num_positions) - 1 - max(_CHECKED_FROM)
     generator = torch.Generator().manual_seed(0)
-    shape = (len(_CHECKED_FROM), module.head_size)
+    shape = (len(_CHECKED_FROM), own.head_size)
     raw = torch.randn(shape, generator=generator).to(device, dtype)
 
-    def rotated(position: torch.Tensor) -> torch.Tensor:
-        key: torch.Tensor = module(position, raw.clone(), raw.clone())[1]
-        return key.view(len(_CHECKED_FROM), 1, module.head_size)
-
-    stored = rotated(old)
+    stored = own.rotate(old, raw)
     errors = {}
     for delta in (*(d for d in _DELTAS if d < farthest), farthest):
         cos, sin = rotation.between(old, old + delta)
         moved = rotate_keys(stored, cos, sin, neox=rotation.neox).double()
-        true = rotated(old + delta).double()
+        true = own.rotate(old + delta, raw).double()
         errors[delta] = float((moved - true).norm() / true.norm())
     return errors
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from sgl_blend.engine import adapter as sglang
-from sgl_blend.engine.wire import positional_field, wire_error
+from sgl_blend.engine.objects import Received
+from sgl_blend.engine.requests import custom_params, received_class, received_ids, salt_of
+from sgl_blend.engine.wire import Limits, is_turn, positional_field, read_limits, wire_error
 from sgl_blend.errors import ConfigError, RequestError
 from sgl_blend.protocol.request import (
     PARAM_PREFIX,
@@ -59,87 +60,84 @@ class RequestGate:
         self._vocab_size = vocab_size
         self._num_replicas = num_replicas
 
-    def without_separators(self, text: str, custom_params: Any) -> str:
+    def without_separators(self, text: str, params: Any) -> str:
         """Return a prompt as the model sees it.
 
         Args:
             text: As the client sent it.
-            custom_params: Of its request; beside explicit spans separators are text.
+            params: custom_params of its request; beside explicit spans separators are text.
         """
-        spans = custom_params.get("sgl_blend_spans") if isinstance(custom_params, dict) else None
+        spans = params.get("sgl_blend_spans") if isinstance(params, dict) else None
         if self._separator is None or spans is not None:
             return text
         return text.replace(self._separator.text, "")
 
-    def check(self, tokenized: Any) -> None:
+    def check(self, received: Received) -> None:
         """Check one request.
 
         Args:
-            tokenized: SGLang's TokenizedGenerateReqInput, separators included, with what the
+            received: SGLang's TokenizedGenerateReqInput, separators included, with what the
                 operator's --preferred-sampling-params add to it.
 
         Raises:
             RequestError: Something in it is malformed.
         """
-        custom_params = tokenized.sampling_params.custom_params
-        check_wire_types(custom_params)
-        check_salt("cache_salt", sglang.client_salt(tokenized))
-        check_salt("extra_key", tokenized.extra_key)
-        overrides = parse_overrides(custom_params, self._config)
-        token_ids = tokenized.input_ids
+        params = custom_params(received)
+        check_wire_types(params)
+        check_salt("cache_salt", salt_of(received))
+        check_salt("extra_key", received_class(received))
+        overrides = parse_overrides(params, self._config)
+        token_ids = received_ids(received)
         if token_ids is None:
             return
         prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
-        if not prompt.token_ids and tokenized.session_params is None:
+        if not prompt.token_ids and not is_turn(received):
             raise RequestError("the prompt is empty")
         has_separators = len(prompt.token_ids) < len(token_ids)
-        if has_separators and (field := positional_field(tokenized)) is not None:
+        if has_separators and (field := positional_field(received)) is not None:
             raise RequestError(
                 f"{field} counts tokens that move when separators are taken out; mark the chunks "
                 "by sgl_blend_spans instead"
             )
-        named = any(name.startswith(PARAM_PREFIX) for name in custom_params or ())
+        named = any(name.startswith(PARAM_PREFIX) for name in params or ())
         if has_separators or named:
-            self._check_limits(tokenized, prompt.token_ids)
+            self._check_limits(received, prompt.token_ids)
 
-    def _check_limits(self, tokenized: Any, token_ids: array[int]) -> None:
+    def _check_limits(self, received: Received, token_ids: array[int]) -> None:
         """Refuse what ends the scheduler, whoever sends it."""
-        if (error := wire_error(tokenized)) is not None:
+        if (error := wire_error(received)) is not None:
             raise RequestError(f"the request has a value of a wrong type: {error}")
         self._check_ids("input_ids", token_ids)
-        if tokenized.return_logprob:
-            self._check_logprobs(tokenized)
-        self._check_sampling(tokenized.sampling_params)
-        turn = tokenized.session_params
-        if turn is not None and turn.replace and turn.rid is None:
+        limits = read_limits(received)
+        if limits.logprob_start is not None:
+            self._check_logprobs(limits.logprob_start, limits)
+        self._check_sampling(limits)
+        if limits.replaces_unnamed_turn:
             raise RequestError("session_params.replace needs the rid of the turn that is replaced")
-        rank = getattr(tokenized, "routed_dp_rank", None)
-        if rank is not None and self._num_replicas > 1 and not 0 <= rank < self._num_replicas:
-            raise RequestError(
-                f"routed_dp_rank must be from 0 to {self._num_replicas - 1}, got {rank}"
-            )
+        rank, replicas = limits.replica, self._num_replicas
+        if rank is not None and replicas > 1 and not 0 <= rank < replicas:
+            raise RequestError(f"routed_dp_rank must be from 0 to {replicas - 1}, got {rank}")
 
-    def _check_logprobs(self, tokenized: Any) -> None:
-        start, top = tokenized.logprob_start_len, tokenized.top_logprobs_num
+    def _check_logprobs(self, start: int, limits: Limits) -> None:
+        top = limits.top_logprobs
         if start < -1:
             raise RequestError(f"logprob_start_len must be -1 or more, got {start}")
         if not 0 <= top <= self._vocab_size:
             raise RequestError(f"top_logprobs_num must be from 0 to {self._vocab_size}, got {top}")
-        self._check_ids("token_ids_logprob", array("q", tokenized.token_ids_logprob or ()))
+        self._check_ids("token_ids_logprob", limits.logprob_ids)
 
-    def _check_sampling(self, sampling: Any) -> None:
-        if sampling.top_k > _MAX_TOP_K:
-            raise RequestError(f"top_k must be at most {_MAX_TOP_K}, got {sampling.top_k}")
-        if sampling.n < 1:
-            raise RequestError(f"n must be at least 1, got {sampling.n}")
-        if sampling.min_new_tokens > 0:  # only then they index a row of logits
-            self._check_ids("stop_token_ids", array("q", sampling.stop_token_ids or ()))
-        if sampling.repetition_penalty < _MIN_REPETITION_PENALTY:
+    def _check_sampling(self, limits: Limits) -> None:
+        if limits.top_k > _MAX_TOP_K:
+            raise RequestError(f"top_k must be at most {_MAX_TOP_K}, got {limits.top_k}")
+        if limits.num_samples < 1:
+            raise RequestError(f"n must be at least 1, got {limits.num_samples}")
+        self._check_ids("stop_token_ids", limits.stop_ids)
+        if limits.repetition_penalty < _MIN_REPETITION_PENALTY:
             raise RequestError(
                 f"repetition_penalty must be at least {_MIN_REPETITION_PENALTY}, "
-                f"got {sampling.repetition_penalty}"
+                f"got {limits.repetition_penalty}"
             )
-        for token_id, bias in (sampling.logit_bias or {}).items():
+        for token_id, bias in limits.logit_bias.items():
             if not math.isfinite(bias) or abs(bias) > _MAX_BIAS:
                 raise RequestError(
                     f"logit_bias[{token_id!r:.80}] must be a number up to {_MAX_BIAS:g} either way, "
@@ -168,10 +166,10 @@ def check_preferred(preferred: Any, config: BlendConfig) -> None:
         ConfigError: Blend parameters in it are malformed, or it gives every prompt the same spans.
     """
     parsed = json.loads(preferred) if isinstance(preferred, str) else preferred
-    custom_params = (parsed or {}).get("custom_params")
+    params = (parsed or {}).get("custom_params")
     try:
-        check_wire_types(custom_params)
-        overrides = parse_overrides(custom_params, config)
+        check_wire_types(params)
+        overrides = parse_overrides(params, config)
     except RequestError as err:
         raise ConfigError(f"preferred_sampling_params: {err}") from err
     if overrides.offsets is not None:

@@ -160,12 +160,12 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return cls.from_settings(settings)
 
     @classmethod
-    def of(cls, server_args: Any) -> "BlendConfig":
+    def of(cls, server_args: object) -> "BlendConfig":
         """Return the settings that travel with SGLang's server arguments, else the environment's."""
         settings = getattr(server_args, ATTRIBUTE, None)
         return cls.from_env() if settings is None else cls.from_settings(settings)
 
-    def attach(self, server_args: Any) -> None:
+    def attach(self, server_args: object) -> None:
         """Let the settings travel with SGLang's server arguments into every process."""
         setattr(server_args, ATTRIBUTE, msgspec.to_builtins(self))
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from sgl_blend.engine import forward as sglang
+from sgl_blend.engine.models import hidden_size, linear_modules, model_dtype, query_heads
+from sgl_blend.engine.objects import DecoderLayer, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation
@@ -98,8 +99,8 @@ def _at(times: tuple[float, ...], rows: int) -> float:
 
 @torch.inference_mode()
 def measure(
-    runner: Any,
-    layer_module: Any,
+    runner: ModelRunner,
+    layer_module: DecoderLayer,
     pools: LayerPools,
     kernel: RaggedKernel,
     rotation: Rotation,
@@ -115,10 +116,10 @@ def measure(
         rotation: The model's.
         tp_group: Every rank uses the first one's times.
     """
-    linears = sglang.linear_modules(layer_module)
+    linears = linear_modules(layer_module)
     v_pool = pools.v[0]
-    device, dtype = v_pool.device, runner.dtype
-    heads = layer_module.self_attn.attn.tp_q_head_num
+    device, dtype = v_pool.device, model_dtype(runner)
+    heads = query_heads(layer_module)
 
     def layer(rows: int) -> Callable[[], object]:
         inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in linears]
@@ -137,7 +138,7 @@ def measure(
 
     def select(rows: int) -> Callable[[], object]:
         where, numbers = slots(rows), torch.arange(rows, device=device)
-        hidden = torch.zeros(rows, runner.model_config.hidden_size, device=device, dtype=dtype)
+        hidden = torch.zeros(rows, hidden_size(runner), device=device, dtype=dtype)
         fresh = torch.zeros(rows, *v_pool.shape[1:], device=device, dtype=dtype)
 
         def run() -> object:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from typing import Any
 
 import torch
 
@@ -107,7 +106,7 @@ def _seconds(kernel: RaggedKernel, pools: LayerPools, num_heads: int, dtype: tor
         return kernel.run(q, k, v, plan, scale=1.0)
 
     try:
-        plan: Any = kernel.plan(positions, [len(positions)], [slots], dtype)
+        plan: object = kernel.plan(positions, [len(positions)], [slots], dtype)
         return median_seconds(attend, k.device, _REPEATS)
     except (RuntimeError, TritonError) as err:
         logger.warning("sgl-blend: attention by %s fails on this machine: %s", kernel.name, err)

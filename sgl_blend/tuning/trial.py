@@ -7,11 +7,12 @@ and a question, on slots that are free and are given back. Nothing of it reaches
 metrics.
 """
 
-from typing import Any
-
 import torch
 
-from sgl_blend.engine import forward as sglang
+from sgl_blend.engine.forward import next_token_logits
+from sgl_blend.engine.models import layer_pools, model_class, runner_of
+from sgl_blend.engine.objects import ForwardBatch, Scheduler
+from sgl_blend.engine.trial_batch import borrowed_slots, prefill_batch
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
@@ -26,7 +27,7 @@ _SELECTING_POLICY = "hkvd"
 """Stands in for a policy that drops its rows before the first layer and so asks less of a model."""
 
 
-def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
+def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> None:
     """Run one blended forward; every rank must take part.
 
     Args:
@@ -37,10 +38,10 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
     Raises:
         UnsupportedError: The model cannot be blended, or the pool is too small for a few tokens.
     """
-    runner = scheduler.tp_worker.model_runner
-    model = type(runner.model).__name__
-    pools = sglang.layer_pools(runner)
-    with sglang.borrowed_slots(scheduler, [_ROWS, _HEAD + _CHUNK]) as borrowed:
+    runner = runner_of(scheduler)
+    model = model_class(runner)
+    pools = layer_pools(runner)
+    with borrowed_slots(scheduler, [_ROWS, _HEAD + _CHUNK]) as borrowed:
         if borrowed is None:
             raise UnsupportedError(
                 f"enable_blend: the KV pool cannot hold a prompt of {_ROWS} tokens beside a chunk; "
@@ -49,7 +50,7 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
         slots, path = borrowed
         for pool in (*pools.k, *pools.v):
             pool[path] = 0  # memory that nobody wrote to may hold what is no number
-        with sglang.prefill_batch(scheduler, slots) as batch:
+        with prefill_batch(scheduler, slots) as batch:
             try:
                 finite = _gives_finite_logits(fusor, batch, _plan(path, config))
             # What a foreign model raises is not known; nothing of it is swallowed.
@@ -66,10 +67,10 @@ def run_trial(fusor: Fusor, scheduler: Any, config: BlendConfig) -> None:
 
 
 @torch.inference_mode()
-def _gives_finite_logits(fusor: Fusor, batch: Any, plan: BlendPlan) -> bool:
+def _gives_finite_logits(fusor: Fusor, batch: ForwardBatch, plan: BlendPlan) -> bool:
     output = fusor.run(batch, [plan.step(0, _ROWS)])
     # The look at the logits waits for the device, and so for its errors.
-    return bool(output.logits_output.next_token_logits.isfinite().all())
+    return bool(next_token_logits(output).isfinite().all())
 
 
 def _plan(path: torch.Tensor, config: BlendConfig) -> BlendPlan:

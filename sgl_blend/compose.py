@@ -1,0 +1,189 @@
+"""A loaded scheduler becomes a runtime: it is checked, measured and wired."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from sgl_blend.engine.compatibility import (
+    check_layers,
+    check_model,
+    check_runner,
+    check_server_args,
+)
+from sgl_blend.engine.facts import ServerFacts, read_facts
+from sgl_blend.engine.models import (
+    decoder_layers,
+    layer_pools,
+    longest_prompt,
+    model_dtype,
+    query_heads,
+)
+from sgl_blend.engine.objects import Scheduler
+from sgl_blend.engine.rotary import read_rotary_embedding
+from sgl_blend.engine.tp_group import TPGroup, this_group
+from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.plan import LayerSplit
+from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
+from sgl_blend.metrics import BlendMetrics, CanaryMetrics
+from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
+from sgl_blend.radix_ext.chunk_store import ChunkStore
+from sgl_blend.radix_ext.fair_share import FairShare
+from sgl_blend.radix_ext.namespaces import architecture, fingerprint
+from sgl_blend.scheduler.admission import Admission
+from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.canary import Canary
+from sgl_blend.scheduler.intake import Intake
+from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.runtime import BlendRuntime
+from sgl_blend.settings.config import BlendConfig
+from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
+from sgl_blend.tuning.cost_model import CostModel, measure
+from sgl_blend.tuning.kernel_choice import choose_kernel
+from sgl_blend.tuning.trial import run_trial
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fusion:
+    """The blended forward of a model, and what was measured of it.
+
+    Attributes:
+        fusor: Runs it.
+        cost_model: When it is faster than a full prefill; None if that does not count.
+        described: For /server_info.
+    """
+
+    fusor: Fusor
+    cost_model: CostModel | None
+    described: dict[str, Any]
+
+
+def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
+    """Check the loaded model and put the parts together.
+
+    Raises:
+        BlendError: The model, its KV pool or the separator cannot serve blending.
+    """
+    facts = read_facts(scheduler)
+    check_server_args(facts.args)  # once more: a front end of its own may skip the first
+    model_architecture = architecture(facts.architecture)
+    quality = _quality(config, model_architecture)
+    tp_group = this_group()
+    fusion = _make_fusion(config, scheduler, facts, tp_group)
+    separator = _separator(config, facts)
+    store = ChunkStore(facts.tree, facts.page_size)
+    model = LoadedModel(fingerprint(facts.identity), config, tp_group, quality=quality)
+    shares = FairShare(store, facts.capacity)
+    build_first = config.blend_on_miss == "build"
+    builder = ChunkBuilder(scheduler, store, shares, tp_group, build_first=build_first)
+    publish: dict[str, Any] = {
+        "publish": facts.publishes and tp_group.is_first,
+        "labels": {"model_name": facts.model_name},
+    }
+    canary = None
+    if config.blend_canary_rate > 0:
+        canary = Canary(
+            scheduler,
+            store,
+            builder,
+            CanaryMetrics(**publish),
+            tp_group,
+            rate=config.blend_canary_rate,
+            max_kl=config.blend_canary_max_kl,
+        )
+    logger.info("sgl-blend: quality %s", quality)
+    return BlendRuntime(
+        intake=Intake(
+            config,
+            model,
+            separator_id=None if separator is None else separator.token_id,
+            bos_token_id=facts.bos_token_id,
+            canary=canary,
+        ),
+        admission=Admission(
+            store,
+            builder,
+            shares,
+            cost_model=fusion.cost_model,
+            layers=fusion.fusor.layers,
+            refund_limit=facts.batch_tokens if config.blend_refund_budget else 0,
+            build_first=build_first,
+            model=model,
+        ),
+        builder=builder,
+        canary=canary,
+        model=model,
+        fusor=fusion.fusor,
+        metrics=BlendMetrics(**publish),
+        shares=shares,
+        scheduler=scheduler,
+        tree=facts.tree,
+        description={
+            **msgspec.to_builtins(config),
+            "separator": None if separator is None else separator.text,
+            "separator_id": None if separator is None else separator.token_id,
+            "architecture": model_architecture,
+            **fusion.described,
+        },
+    )
+
+
+def _separator(config: BlendConfig, facts: ServerFacts) -> Separator | None:
+    separator = find_separator(facts.tokenizer, config.blend_separator)
+    if (warning := seam_warning(facts.tokenizer, separator)) is not None:
+        logger.warning("sgl-blend: %s", warning)
+    logger.info("sgl-blend: separator %r", None if separator is None else separator.text)
+    return separator
+
+
+def _make_fusion(
+    config: BlendConfig, scheduler: Scheduler, facts: ServerFacts, tp_group: TPGroup
+) -> _Fusion:
+    """Check the model, choose a kernel, try the forward and measure it."""
+    runner = facts.runner
+    check_model(runner)
+    check_runner(runner, config.blend_check_layer)
+    layers, dtype = decoder_layers(runner), model_dtype(runner)
+    check_layers(layers)
+    rotation = Rotation(read_rotary_embedding(layers))
+    errors = rotation_errors(rotation, dtype, longest_prompt(runner))
+    if not config.blend_eval:  # an evaluation is to see how wrong it is
+        check_rotation(errors, dtype)
+    split = LayerSplit(config.blend_check_layer, len(layers))
+    pools = layer_pools(runner)
+    heads = query_heads(layers[-1])
+    kernel = choose_kernel(config.blend_attention, pools, heads, dtype, tp_group)
+    fusor = Fusor(runner, rotation, split, pools, kernel, tp_group)
+    run_trial(fusor, scheduler, config)
+    cost_model = None
+    if config.blend_when == "faster" and config.blend_on_miss != "build":
+        cost_model = CostModel(
+            measure(runner, layers[-1], pools, kernel, rotation, tp_group), split
+        )
+    ratio = config.blend_recompute_ratio
+    return _Fusion(
+        fusor,
+        cost_model,
+        {
+            "attention": kernel.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "least_rows": None if cost_model is None else cost_model.least_rows(ratio),
+            "rotation_errors": {str(delta): error for delta, error in errors.items()},
+        },
+    )
+
+
+def _quality(config: BlendConfig, model_architecture: str) -> str:
+    """Check the profile against the model, and say by what the model's answers were judged.
+
+    Raises:
+        ConfigError: The profile is another model's.
+    """
+    profile = None
+    if config.blend_profile is not None:
+        profile = load_profile(config.blend_profile)
+        check_architecture(profile, config.blend_profile, model_architecture)
+    return quality_of(profile, msgspec.to_builtins(config))

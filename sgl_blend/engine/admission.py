@@ -1,0 +1,80 @@
+"""The admission of requests into the prefill batch of one scheduling round."""
+
+from __future__ import annotations
+
+from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
+from sgl_blend.engine.requests import prefix_length
+
+
+def continue_verdict() -> Verdict:
+    """Return what tells the scheduler to go on with the next request."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return Verdict(AddReqResult.CONTINUE)
+
+
+def stop_verdict() -> Verdict:
+    """Return what tells the scheduler to close the batch."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return Verdict(AddReqResult.OTHER)
+
+
+def is_out_of_memory(verdict: Verdict) -> bool:
+    """Tell whether a request was refused because the pool cannot hold it."""
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    return bool(verdict == AddReqResult.NO_TOKEN)
+
+
+def was_admitted(req: Req, adder: PrefillAdder) -> bool:
+    """Tell whether the request is the last that joined the batch."""
+    return bool(adder.can_run_list) and adder.can_run_list[-1] is req
+
+
+def refund_rows(adder: PrefillAdder, num_tokens: int) -> Verdict:
+    """Give compute budget back to a batch that is being put together.
+
+    Nothing is given back once a request of the batch is cut: SGLang cuts one at a time.
+
+    Args:
+        adder: SGLang's PrefillAdder.
+        num_tokens: Rows that will be computed in too few layers to count.
+
+    Returns:
+        SGLang's verdict for the next request.
+    """
+    if adder.new_chunked_req is None:
+        adder.rem_input_tokens += num_tokens
+        if adder.rem_chunk_tokens is not None:
+            adder.rem_chunk_tokens += num_tokens
+    return adder.budget_state()
+
+
+def is_alone(adder: PrefillAdder) -> bool:
+    """Tell whether nothing else holds memory that could come free: no batch, nothing decoding."""
+    running = adder.running_batch
+    return not adder.can_run_list and (running is None or running.is_empty())
+
+
+def fits_whole(req: Req, adder: PrefillAdder) -> bool:
+    """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
+    left, page = adder.rem_chunk_tokens, adder.page_size
+    pages = -(-(len(req.origin_input_ids) - prefix_length(req)) // page)
+    return left is None or pages * page <= left
+
+
+def admitted(adder: PrefillAdder) -> list[Req]:
+    """Return the requests that joined the batch so far, in order."""
+    return adder.can_run_list
+
+
+def has_preempted(adder: PrefillAdder) -> bool:
+    """Tell whether running requests were preempted for this batch."""
+    return bool(adder.preempt_list)
+
+
+def num_running(adder: PrefillAdder) -> int:
+    """Return how many requests decode beside this batch."""
+    running = adder.running_batch
+    return 0 if running is None else len(running.reqs)

@@ -1,0 +1,104 @@
+"""What a loaded server is made of, read once where the plugin is put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_blend.engine.objects import (
+    ModelRunner,
+    Scheduler,
+    ServerArgs,
+    TokenizerManager,
+    Tree,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """Facts of one scheduler that never change.
+
+    Attributes:
+        args: The server's settings.
+        tree: Its radix tree.
+        runner: Its model runner.
+        tokenizer: The model's tokenizer, of transformers; None if the server has none.
+        page_size: Tokens of a page of the tree.
+        capacity: Tokens of the KV pool.
+        batch_tokens: Tokens that are prefilled in one batch.
+        bos_token_id: What prompts of the model begin with; None if with nothing.
+        architecture: The model's configuration, as a dict.
+        identity: A text that differs where the bytes of KV have another meaning: the weights'
+            origin, the architecture and the dtypes.
+        publishes: Whether the server publishes Prometheus metrics.
+        model_name: Name of the model in them.
+    """
+
+    args: ServerArgs
+    tree: Tree
+    runner: ModelRunner
+    tokenizer: Any
+    page_size: int
+    capacity: int
+    batch_tokens: int
+    bos_token_id: int | None
+    architecture: dict[str, Any]
+    identity: str
+    publishes: bool
+    model_name: str
+
+
+def read_facts(scheduler: Scheduler) -> ServerFacts:
+    """Read a scheduler whose model is loaded."""
+    args, config = scheduler.server_args, scheduler.model_config
+    runner: ModelRunner = scheduler.tp_worker.model_runner
+    chunk = scheduler.chunked_prefill_size
+    parts = (
+        args.model_path,
+        args.revision,
+        args.load_format,
+        args.quantization,
+        config.dtype,
+        runner.kv_cache_dtype,
+        config.hf_config.to_json_string(use_diff=False),
+    )
+    return ServerFacts(
+        args=args,
+        tree=scheduler.tree_cache,
+        runner=runner,
+        tokenizer=scheduler.tokenizer,
+        page_size=scheduler.page_size,
+        capacity=scheduler.max_total_num_tokens,
+        batch_tokens=int(scheduler.max_prefill_tokens if chunk is None else chunk),
+        bos_token_id=getattr(config.hf_config, "bos_token_id", None),
+        architecture=runner.model_config.hf_config.to_dict(),
+        identity="\n".join(str(part) for part in parts),
+        publishes=bool(args.enable_metrics),
+        model_name=str(args.served_model_name),
+    )
+
+
+def settings_of(owner: Scheduler | TokenizerManager) -> ServerArgs:
+    """Return the settings of the server that a scheduler or a tokenizer process belongs to."""
+    return owner.server_args
+
+
+def preferred_sampling(args: ServerArgs) -> object:
+    """Return what --preferred-sampling-params adds to every request, parsed or as JSON."""
+    preferred: object = args.preferred_sampling_params
+    return preferred
+
+
+def num_replicas(args: ServerArgs) -> int:
+    """Return how many data-parallel schedulers a server has."""
+    return args.dp_size
+
+
+def tokenizer_of(manager: TokenizerManager) -> Any:
+    """Return the tokenizer of a tokenizer process, of transformers; None if it has none."""
+    return manager.tokenizer
+
+
+def vocab_size_of(manager: TokenizerManager) -> int:
+    """Return how many token ids a tokenizer process's model has."""
+    return int(manager.model_config.vocab_size)

@@ -1,0 +1,206 @@
+"""Requests: on their way from the tokenizer process, and in the scheduler."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from sgl_blend.engine.objects import Completions, Received, Req, TokenizerManager, Tree
+from sgl_blend.engine.tree import TreeMatch
+from sgl_blend.engine.versions import features
+
+
+def salt_of(request: Received) -> str | None:
+    """Return the namespace that a client's request names.
+
+    Args:
+        request: On its way to the scheduler.
+    """
+    name = "cache_salt" if features().keys_have_salt else "extra_key"
+    salt: str | None = getattr(request, name, None)
+    return salt
+
+
+def set_salt(request: Received | Req, salt: str | None) -> None:
+    """Move a TokenizedGenerateReqInput to another namespace."""
+    setattr(request, "cache_salt" if features().keys_have_salt else "extra_key", salt)
+
+
+def request_class(request: Received) -> str | None:
+    """Return what sets a TokenizedGenerateReqInput apart from others beside its salt."""
+    extra_key: str | None = request.extra_key if features().keys_have_salt else None
+    return extra_key
+
+
+def new_silent_request(
+    rid: str,
+    token_ids: array[int],
+    *,
+    salt: str | None,
+    extra_key: str | None,
+    vocab_size: int,
+    priority: int | None,
+) -> Req:
+    """Make a request that prefills token_ids into a namespace, ends at once and is never streamed."""
+    from sglang.srt.managers.schedule_batch import Req as SGLangReq
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=1, ignore_eos=True)
+    sampling.normalize(None)
+    namespace = (
+        {"extra_key": extra_key, "cache_salt": salt}
+        if features().keys_have_salt
+        else {"extra_key": salt}
+    )
+    req: Req = SGLangReq(
+        rid,
+        "",
+        token_ids,
+        sampling,
+        vocab_size=vocab_size,
+        priority=priority,
+        eos_token_ids=set(),
+        **namespace,
+    )
+    req.finished_output = True  # for SGLang its end is streamed already
+    # A retracted request has no token and is streamed all the same, unless it streams in intervals.
+    req.stream = True
+    req.sampling_params.stream_interval = 2
+    return req
+
+
+# --- on the way ---------------------------------------------------------------------------------
+
+
+def received_rid(received: Received) -> str:
+    """Return the id of a request on its way."""
+    return received.rid
+
+
+def received_ids(received: Received) -> array[int] | None:
+    """Return the prompt of a request on its way; None if it brings embeddings instead."""
+    return received.input_ids
+
+
+def set_received_ids(received: Received, token_ids: array[int]) -> None:
+    """Give a request on its way another prompt."""
+    received.input_ids = token_ids
+
+
+def received_class(received: Received) -> str | None:
+    """Return the extra key as the client set it, whatever it is in this version."""
+    return received.extra_key
+
+
+def custom_params(received: Received) -> Any:
+    """Return what a client put into custom_params; nobody has checked it."""
+    return received.sampling_params.custom_params
+
+
+def manager_of(serving: Completions) -> TokenizerManager:
+    """Return the tokenizer process's side of what serves completions."""
+    return serving.tokenizer_manager
+
+
+def echo_params(request: Any) -> Any:
+    """Return what a completion's client put into custom_params; nobody has checked it."""
+    return request.custom_params
+
+
+# --- in the scheduler ---------------------------------------------------------------------------
+
+
+def rid_of(req: Req) -> str:
+    """Return a request's id."""
+    return req.rid
+
+
+def prompt_ids(req: Req) -> array[int]:
+    """Return the prompt, with the earlier turns of a session."""
+    return req.origin_input_ids
+
+
+def has_finished(req: Req) -> bool:
+    """Tell whether a request has ended, in whatever way."""
+    return bool(req.finished())
+
+
+def is_being_aborted(req: Req) -> bool:
+    """Tell whether SGLang is about to end a request."""
+    return req.to_finish is not None
+
+
+def brings_embeddings(req: Req) -> bool:
+    """Tell whether more than token ids decides what a request's rows are."""
+    return (
+        req.multimodal_inputs is not None
+        or req.input_embeds is not None
+        or req.positional_embed_overrides is not None
+        or req.multi_item_delimiter_indices is not None
+        or getattr(req, "token_indices_to_pool", None) is not None
+    )
+
+
+def is_beam(req: Req) -> bool:
+    """Tell whether a request belongs to a beam search."""
+    return getattr(req, "beam_group", None) is not None
+
+
+def logprobs_from(req: Req) -> int | None:
+    """Return from which token of the prompt on logprobs are wanted; None if none are."""
+    return req.logprob_start_len if req.return_logprob and req.logprob_start_len >= 0 else None
+
+
+def tell_client(req: Req, name: str, value: dict[str, Any]) -> None:
+    """Let a request's answers carry a dict in meta_info; it may still be changed in place."""
+    if req.customized_info is None:
+        req.customized_info = {name: [value]}
+
+
+def match_again(req: Req, tree: Tree) -> None:
+    """Match a request against the tree, as SGLang does before it admits one."""
+    req.init_next_round_input(tree)
+
+
+def fill_ids(req: Req) -> array[int]:
+    """Return prompt and generated tokens, as the scheduler prefills them."""
+    tokens: array[int] = req.full_untruncated_fill_ids
+    return tokens
+
+
+def prefix_length(req: Req) -> int:
+    """Return how many tokens the radix tree gives the request."""
+    return len(req.prefix_indices) if features().match_has_slots else int(req.prefix_len)
+
+
+def set_prefix(req: Req, found: TreeMatch) -> None:
+    """Give a request that is not admitted yet another prefix of the tree."""
+    if features().match_has_slots:
+        req.prefix_indices = found.slots
+    else:
+        req.prefix_len = len(found)
+    req.last_node = req.last_host_node = req.best_match_node = found.node
+    req.host_hit_length = 0
+    owner: Any = req.kv if features().kv_has_owner else req
+    owner.cache_protected_len = len(found)
+
+
+def step_range(req: Req) -> tuple[int, int]:
+    """Return the positions [start, stop) of the prefill step that was admitted."""
+    if features().extend_is_range:
+        return req.extend_range.start, req.extend_range.end
+    return req.prefix_len, req.extend_end
+
+
+def holds_kv(req: Req) -> bool:
+    """Tell whether a request owns slots of the pool."""
+    if features().kv_has_owner:
+        return bool(req.kv.holds_kv)
+    return req.req_pool_idx is not None
+
+
+def was_aborted(req: Req) -> bool:
+    """Tell whether a finished request was ended from outside."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    return isinstance(req.finished_reason, FINISH_ABORT)
