@@ -1,9 +1,7 @@
 import importlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,11 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session", autouse=True)
 def _forked_servers() -> Iterator[None]:
     """Let the commands start their servers as forks of a process that has imported SGLang."""
-    from forked import ForkedServer
+    from forked import fork_servers
 
-    forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedServer})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sgl_blend.commands.common.server.subprocess", forking)
+        fork_servers(patch)
         yield
 
 

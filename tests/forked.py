@@ -15,10 +15,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import connection, forkserver, process
+from multiprocessing import connection, forkserver, process, spawn
 from pathlib import Path
 from socket import AF_UNIX, socket
+from types import SimpleNamespace
 from typing import IO, Any
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+import torch
 
 PATIENCE_S = 580
 """Longest wait for a program or for a call into an engine."""
@@ -52,15 +57,49 @@ def run_forked(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
         return program.exitcode or 0, log.read_text(errors="replace")
 
 
-class ForkedServer:
-    """What subprocess.Popen is for `[env NAME=VALUE ...] python -m module flags`, forked.
+def run_program(
+    command: Sequence[str], cwd: Path, *, timeout_s: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a Python program to its end, offline, and keep what it printed.
 
     Args:
-        command: Of the server.
-        stdout: File for everything it prints.
+        command: `python -m module ...` or `python program.py ...`.
+        cwd: Its folder.
+        timeout_s: After so long it is killed.
+        environment: Further variables of its processes.
+
+    Returns:
+        As subprocess.run's; the exit status is the caller's to judge.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("stdout", "stderr")]
+        with paths[0].open("w") as stdout, paths[1].open("w") as stderr:
+            program = ForkedProgram(
+                command,
+                stdout=stdout,
+                stderr=stderr,
+                cwd=cwd,
+                env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
+                start_new_session=True,
+            )
+        try:
+            status = program.wait(timeout_s)
+        finally:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(command, status, *(path.read_text() for path in paths))
+
+
+class ForkedProgram:
+    """What subprocess.Popen is for a Python program, forked.
+
+    Args:
+        command: `[env NAME=VALUE ...] python`, then `-m module` or a file, then arguments.
+        stdout: File for what it prints.
+        stderr: File for what else it prints; the same by default.
         cwd: Its folder.
         env: Its environment; this process's by default.
-        rest: Popen's arguments of a server: no input, one log, a session of its own.
+        rest: Popen's arguments of a program without input, in a session of its own.
     """
 
     def __init__(
@@ -68,12 +107,13 @@ class ForkedServer:
         command: Sequence[str],
         *,
         stdout: IO[Any],
+        stderr: IO[Any] | int = subprocess.STDOUT,
         cwd: Path,
         env: Mapping[str, str] | None = None,
         **rest: Any,
     ) -> None:
         assert rest.pop("start_new_session")
-        assert set(rest) <= {"stdin", "stderr"}
+        assert set(rest) <= {"stdin"}
         environment = dict(os.environ if env is None else env)
         words = list(command)
         if words[0] == "env":
@@ -81,8 +121,9 @@ class ForkedServer:
             settings = [word.partition("=") for word in words[1:end]]
             environment.update({name: value for name, _, value in settings})
             words = words[end:]
-        assert words[:2] == [sys.executable, "-m"], f"not a module of Python: {words}"
-        work = (words[2:], stdout.name, str(cwd), environment)
+        assert words[0] == sys.executable, f"not a program of Python: {words}"
+        logs = [stdout.name, stdout.name if isinstance(stderr, int) else stderr.name]
+        work = (words[1:], logs, str(cwd), environment)
         self._process = FORK_SERVER.Process(target=_serve, args=work, daemon=True)
         self._process.start()
         self.pid: int = self._process.ident or 0
@@ -97,31 +138,53 @@ class ForkedServer:
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("a forked server", timeout or 0.0)
+            raise subprocess.TimeoutExpired("a forked program", timeout or 0.0)
         return self._process.exitcode
 
 
-def _serve(words: Sequence[str], log: str, folder: str, environment: dict[str, str]) -> None:
+def fork_servers(patch: pytest.MonkeyPatch) -> None:
+    """Let the package's commands start their servers as forks, in this process."""
+    forking = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedProgram})
+    patch.setattr("sgl_blend.commands.common.server.subprocess", forking)
+
+
+def _serve(
+    words: Sequence[str], logs: Sequence[str], folder: str, environment: dict[str, str]
+) -> None:
     os.setsid()
     os.chdir(folder)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    _begin(logs, environment)
     _fork_children_from_here()
-    sys.argv = list(words)
-    _run(_run_module, (words[0],), log, environment)
-
-
-def _run_module(name: str) -> None:
-    runpy.run_module(name, run_name="__main__", alter_sys=True)
+    is_module = words[0] == "-m"
+    sys.argv = list(words[is_module:])
+    if words[:2] == ["-m", "sgl_blend"]:
+        fork_servers(pytest.MonkeyPatch())
+    if is_module:
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(words[0], run_name="__main__")
 
 
 def _run(
     function: Callable[..., Any], args: Sequence[Any], log: str, environment: dict[str, str]
 ) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.clear()  # the fork server has that of its own start
-    os.environ.update(environment)
+    _begin([log, log], environment)
     function(*args)
+
+
+def _begin(logs: Sequence[str], environment: dict[str, str]) -> None:
+    """Print into files, in an environment that is not the fork server's."""
+    for number, log in enumerate(logs, 1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    _enter(environment)
+
+
+def _enter(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    if "OMP_NUM_THREADS" in environment:  # which OpenMP has read when torch was imported
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
 
 
 def _fork_children_from_here() -> None:
@@ -133,6 +196,7 @@ def _fork_children_from_here() -> None:
     multiprocessing.current_process().name = "MainProcess"
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     process._parent_process = None  # type: ignore[attr-defined]
+    _hand_environment_over()
     state: Any = forkserver._forkserver
     alive, state._forkserver_alive_fd = os.pipe()
     with socket(AF_UNIX) as listener:
@@ -140,13 +204,43 @@ def _fork_children_from_here() -> None:
         listener.bind(state._forkserver_address)
         listener.listen()
         state.ensure_running = lambda: None  # here and in all that is forked from here
-        if os.fork() == 0:
+        pid = os.fork()
+        if pid == 0:
             _serve_forks(listener.fileno(), alive)
     os.close(alive)
+    _spare(pid)
     set_start_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_start_method(
         "forkserver", force=force
     )
+
+
+def _hand_environment_over() -> None:
+    """Let children have the environment of their parent when it starts them, as spawned ones do."""
+    if spawn.prepare.__module__ == __name__:
+        return  # this program was started by a forked one
+    describe, prepare = spawn.get_preparation_data, spawn.prepare
+
+    def describe_with_environment(name: str) -> dict[str, Any]:
+        return {**describe(name), "environment": dict(os.environ)}
+
+    def prepare_with_environment(data: Any) -> None:
+        _enter(data.pop("environment"))
+        prepare(data)
+
+    spawn.get_preparation_data = describe_with_environment
+    spawn.prepare = prepare_with_environment
+
+
+def _spare(pid: int) -> None:
+    """Let SGLang, which kills all children of an engine that ends, not find one of them."""
+    process_class: Any = psutil.Process
+    children = process_class.children
+
+    def all_but_one(self: Any, recursive: bool = False) -> list[Any]:
+        return [child for child in children(self, recursive) if child.pid != pid]
+
+    process_class.children = all_but_one
 
 
 def _serve_forks(listener: int, alive: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forked import ForkedServer
+from forked import ForkedProgram
 
 from sgl_blend.commands.common.ports import reserve_port
 from sgl_blend.commands.common.server import port_flags
@@ -39,7 +39,7 @@ class Server:
     """A running server: where it listens and what it wrote."""
 
     url: str
-    process: "subprocess.Popen[bytes] | ForkedServer"
+    process: "subprocess.Popen[bytes] | ForkedProgram"
     log: Path
 
     def request(self, path: str, body: Any = None) -> tuple[int, Any]:
@@ -81,7 +81,7 @@ def start_server(
     command: list[str],
     log: Path,
     cwd: Path,
-    start: Callable[..., "subprocess.Popen[bytes] | ForkedServer"] = ForkedServer,
+    start: Callable[..., "subprocess.Popen[bytes] | ForkedProgram"] = ForkedProgram,
     environment: Mapping[str, str] | None = None,
 ) -> Server:
     """Start a server and wait until it answers.

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from forked import run_program
 from hypothesis import given
 from hypothesis import strategies as st
-from programs import run_program
 
 from sgl_blend.commands.bench.cases import PAPER, make_case, make_cases
 from sgl_blend.commands.bench.client import Reply

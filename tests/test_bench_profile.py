@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import run_program
+from forked import run_program
 
 from sgl_blend.commands.bench.phase_times import add_up, read_trace
 from sgl_blend.commands.cli import main

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import run_program
+from forked import run_program
 from tiny_models import make_text_model
 
 pytestmark = pytest.mark.engine

@@ -192,10 +192,11 @@ class Operator:
         return statuses
 
     def stock_statuses(self, script: str) -> list[int]:
-        """Return the statuses of a stock server that has just answered a request."""
+        """Return the statuses of a stock server that rests."""
         if script not in self._stock:
             server = self._servers.get(*LARGE_STEPS)
             server.generate(new_prompt(200)[0])
+            time.sleep(DELAY_S)  # right after an answer SGLang itself may end of new weights
             calls = [step for step in SCRIPTS[script] if isinstance(step, Call)]
             self._stock[script] = [self._send(server, call) for call in calls]
             server.generate(new_prompt(200)[0])
@@ -334,15 +335,22 @@ def test_a_short_request_waits_for_one_step_of_a_long_build(
     prompt, spans = new_prompt(chunk_tokens)
     stock = servers.get(*LARGE_STEPS)
     with servers.use(*BLEND, *LARGE_STEPS) as server:
-        steps = time_step(stock, prompt, server.info()["build_step_tokens"])
-        idle = short_ttfts(server, 12, building=False)
+        length = server.info()["build_step_tokens"]
+        steps = [time_step(stock, prompt, length)]
+        idle = [short_ttfts(server, 12, building=False)]
         server.generate(prompt, spans)
 
         beside = short_ttfts(server, 12, building=True)
 
+        # The machine may be slower than it was: what it is compared with is measured again.
+        server.wait_until_at_rest()
+        idle.append(short_ttfts(server, 12, building=False))
+        steps.append(time_step(stock, prompt, length))
         assert len(beside) >= 3, f"the build was over after {beside}, idle {idle}"
-        assert statistics.median(beside) <= statistics.median(idle) + statistics.median(steps)
-        assert sorted(beside)[-2] <= max(idle) + max(steps)
+        bar = max(map(statistics.median, idle)) + max(map(statistics.median, steps))
+        assert statistics.median(beside) <= bar, f"{beside}, idle {idle}, steps {steps}"
+        longest = max(map(max, idle)) + max(map(max, steps))
+        assert sorted(beside)[-2] <= longest, f"{beside}, idle {idle}, steps {steps}"
         server.check_unharmed()
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import run_forked
+from forked import run_forked, run_program
 from harness import Engine
-from programs import run_program
+from programs import run_program as run_for_real
 from servers import CPU_FLAGS, Server, rag_text, start_server, stop
 from tiny_models import make_model, make_text_model
 
@@ -136,7 +136,7 @@ def test_settings_that_cannot_be_blended_with_are_refused(model: Path, name: str
 def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = ["--enable-blend", "--blend-separator", "#", "--port", str(reserve_port())]
-    done = run_program([*command, *flags, *CPU_FLAGS], tmp_path)
+    done = run_for_real([*command, *flags, *CPU_FLAGS], tmp_path)
     assert done.returncode != 0
     assert "is not a special token" in done.stdout + done.stderr
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
+from forked import run_program
 from harness import Driver
-from programs import run_program
 from tiny_models import make_text_model
 
 from sgl_blend.commands.evaluation.bundled import bundled_digest, bundled_items
