@@ -5,7 +5,7 @@ are taken before SGLang counts free memory, so that a plan can never make an all
 request does not fit beside its locked chunks, the locks go back and it is admitted without a plan.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from sgl_blend.engine.admission import (
     continue_verdict,
@@ -30,11 +30,12 @@ from sgl_blend.engine.requests import (
 )
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.phases import Phase, phase
-from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan
+from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan, StepPlan
 from sgl_blend.policies import POLICIES
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.scheduler.builds import AddReq, ChunkBuilder, may_hold_builds
+from sgl_blend.scheduler.builds import ChunkBuilder, may_hold_builds
+from sgl_blend.scheduler.internal_requests import AddReq
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.request_state import RequestState
@@ -42,6 +43,34 @@ from sgl_blend.tuning.cost_model import CostModel
 
 _REFUNDED = "sgl_blend_refunded"
 """Attribute of SGLang's PrefillAdder: tokens given back to the batch that it puts together."""
+
+
+@dataclass(slots=True)
+class AdmissionAttempt:
+    """One try to admit one request into the batch that is put together.
+
+    Attributes:
+        req: The request, matched against the tree.
+        state: Its state; the plan and its locks go there.
+        adder: Puts the batch together.
+        add: Admission of any request, of the server's own too.
+        step: What the admitted step reuses; None if nothing.
+    """
+
+    req: Req
+    state: RequestState
+    adder: PrefillAdder
+    add: AddReq
+    step: StepPlan | None = None
+
+    def run(self) -> Verdict:
+        """Let SGLang try."""
+        return self.add(self.req)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the request is the last that joined the batch."""
+        return was_admitted(self.req, self.adder)
 
 
 class Admission:
@@ -69,21 +98,12 @@ class Admission:
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
 
-    def add(self, req: Req, state: RequestState, adder: PrefillAdder, add: AddReq) -> Verdict:
-        """Admit a request with whatever plan it can have.
-
-        Args:
-            req: SGLang's request, matched against the tree.
-            state: Its state; the plan and its locks go there.
-            adder: SGLang's PrefillAdder of the batch.
-            add: Stock admission of one request.
-
-        Returns:
-            SGLang's verdict.
-        """
+    def add(self, attempt: AdmissionAttempt) -> Verdict:
+        """Admit a request with whatever plan it can have; return SGLang's verdict."""
+        req, state = attempt.req, attempt.state
         reason = state.fallback or _why_not(req, state)
         if reason is not None:
-            return self._add_plain(req, state, adder, add, reason)
+            return _add_plain(attempt, reason)
         if state.model != self._model.fingerprint:
             self._follow_model(req, state)
         if self.waits_for_builds(state):
@@ -91,25 +111,25 @@ class Admission:
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
         if self._build_first and lookup.missing:
-            verdict = self._build(state, lookup.missing, adder, add)
+            verdict = self._build(attempt, lookup.missing)
             if verdict is not None:
                 return verdict
             # A plan of what happens to be stored would make the answer depend on the cache.
             reason = FallbackReason.BUILD_NOT_ADMITTED
-            return self._add_plain(req, state, adder, add, reason, lookup)
+            return _add_plain(attempt, reason, lookup)
         plan = _make_plan(req, state, lookup)
         if plan is None or not plan.spans:
             reason = _why_nothing_is_reused(req, state, lookup)
-        elif not self._is_worth_it(req, state, plan):
+        elif not self._is_worth_it(attempt, plan):
             reason = FallbackReason.NOT_FASTER
             plan = None if plan.exact is None else replace(plan, spans=())
         lookup = replace(lookup, hits=_hits_in_use(lookup, plan))
         if plan is not None:
-            verdict = self._add_planned(req, state, adder, add, plan, lookup, reason)
+            verdict = self._add_planned(attempt, plan, lookup, reason)
         else:
             assert reason is not None, "a request without a plan has a reason"
-            verdict = self._add_plain(req, state, adder, add, reason, lookup)
-        if was_admitted(req, adder) and not self._build_first:
+            verdict = _add_plain(attempt, reason, lookup)
+        if attempt.succeeded and not self._build_first:
             self._builder.enqueue(lookup.missing)
         return verdict
 
@@ -147,38 +167,20 @@ class Admission:
     def _is_being_built(self, keys: tuple[ChunkKey, ...]) -> bool:
         return self._build_first and any(self._builder.is_in_flight(key) for key in keys)
 
-    def _add_plain(
-        self,
-        req: Req,
-        state: RequestState,
-        adder: PrefillAdder,
-        add: AddReq,
-        reason: FallbackReason,
-        lookup: Lookup | None = None,
-    ) -> Verdict:
-        verdict = add(req)
-        if was_admitted(req, adder):
-            state.plan = None
-            missing = 0 if lookup is None else len(lookup.missing)
-            state.start_admission(hits=0, misses=missing, fallback=reason)
-        return verdict
-
     def _add_planned(
         self,
-        req: Req,
-        state: RequestState,
-        adder: PrefillAdder,
-        add: AddReq,
+        attempt: AdmissionAttempt,
         plan: BlendPlan,
         lookup: Lookup,
         reason: FallbackReason | None,
     ) -> Verdict:
+        state = attempt.state
         matches = [hit.match for hit in lookup.hits]
         if lookup.exact is not None:
             matches.append(lookup.exact[1])
         locks = [self._store.lock(match) for match in matches]
-        verdict = add(req)
-        if was_admitted(req, adder):
+        verdict = attempt.run()
+        if attempt.succeeded:
             state.plan, state.locks = plan, locks
             for hit in lookup.hits:
                 own = hit.key in state.missed
@@ -186,18 +188,19 @@ class Admission:
             state.start_admission(
                 hits=len(lookup.hits), misses=len(lookup.missing), fallback=reason
             )
-            return self._refund(req, adder, plan, verdict)
+            attempt.step = plan.step(*step_range(attempt.req))
+            return self._refund(attempt, verdict)
         for held in locks:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
-        may_wait = self._build_first and not is_alone(adder)
+        may_wait = self._build_first and not is_alone(attempt.adder)
         if is_out_of_memory(verdict) and not may_wait:
-            return self._add_plain(req, state, adder, add, FallbackReason.NO_MEMORY, lookup)
+            return _add_plain(attempt, FallbackReason.NO_MEMORY, lookup)
         return verdict
 
-    def _is_worth_it(self, req: Req, state: RequestState, plan: BlendPlan) -> bool:
+    def _is_worth_it(self, attempt: AdmissionAttempt, plan: BlendPlan) -> bool:
         """Tell whether a plan makes the prefill faster; an exact prefix alone always does."""
-        step = plan.step(prefix_length(req), state.num_tokens)
+        step = plan.step(prefix_length(attempt.req), attempt.state.num_tokens)
         if self._cost_model is None or step is None or not step.spans:
             return True
         num_rows = step.stop - step.exact_stop
@@ -207,13 +210,13 @@ class Admission:
         )
         return saved >= 0
 
-    def _refund(self, req: Req, adder: PrefillAdder, plan: BlendPlan, verdict: Verdict) -> Verdict:
+    def _refund(self, attempt: AdmissionAttempt, verdict: Verdict) -> Verdict:
         """Do not charge the batch for rows that an admitted plan drops; return the new verdict.
 
         All refunds of a batch together are at most its budget, so that at most twice as many rows as
         the operator allowed pass the layers up to the check layer.
         """
-        step = plan.step(*step_range(req))
+        step, adder = attempt.step, attempt.adder
         if self._refund_limit == 0 or step is None:
             return verdict
         rows = step.stop - step.start
@@ -223,9 +226,7 @@ class Admission:
         setattr(adder, _REFUNDED, so_far + given)
         return refund_rows(adder, given) if given else verdict
 
-    def _build(
-        self, state: RequestState, missing: tuple[ChunkKey, ...], adder: PrefillAdder, add: AddReq
-    ) -> Verdict | None:
+    def _build(self, attempt: AdmissionAttempt, missing: tuple[ChunkKey, ...]) -> Verdict | None:
         """Build a request's missing chunks first.
 
         Returns:
@@ -233,16 +234,29 @@ class Admission:
         """
         if self._is_being_built(missing):
             return continue_verdict()
+        state, adder = attempt.state, attempt.adder
         # Every round builds something. A request that needs more rounds than there is to build sees
         # its chunks evicted as fast as they are built: the pool cannot hold them all.
         if state.build_rounds > 2 * sum(map(self._builder.count_steps, state.keys)) + 2:
             return None
         if not may_hold_builds(adder):
             return stop_verdict()
-        if self._builder.build_now(list(dict.fromkeys(missing)), adder, add) > 0:
+        if self._builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add) > 0:
             state.build_rounds += 1
             return continue_verdict()
         return None if is_alone(adder) else stop_verdict()
+
+
+def _add_plain(
+    attempt: AdmissionAttempt, reason: FallbackReason, lookup: Lookup | None = None
+) -> Verdict:
+    """Admit a request that reuses nothing."""
+    verdict = attempt.run()
+    if attempt.succeeded:
+        attempt.state.plan = None
+        missing = 0 if lookup is None else len(lookup.missing)
+        attempt.state.start_admission(hits=0, misses=missing, fallback=reason)
+    return verdict
 
 
 def _why_not(req: Req, state: RequestState) -> FallbackReason | None:

@@ -12,11 +12,11 @@ class _Waiting:
     """What is known of one key.
 
     Attributes:
-        since_s: When it was added, in seconds.
+        since_s: When it was first asked for, in seconds; None if it never was.
         steps: Steps spent on it so far.
     """
 
-    since_s: float
+    since_s: float | None = None
     steps: int = 0
 
 
@@ -62,13 +62,13 @@ class BuildQueue:
         """Bytes of all keys' tokens."""
         return self._num_bytes
 
-    def add(self, keys: Iterable[ChunkKey], since_s: float) -> None:
+    def add(self, keys: Iterable[ChunkKey]) -> None:
         """Put keys at the end of their lines; one that waits already keeps its place."""
         for key in keys:
             if key in self:
                 continue
             line = self._lines.setdefault(key.salt, _Line())
-            line.keys[key] = _Waiting(since_s)
+            line.keys[key] = _Waiting()
             self._count(line, 1, key)
             while self._size > 1 and self._is_over():
                 largest = max(self._lines.values(), key=lambda line: line.num_bytes)
@@ -80,9 +80,12 @@ class BuildQueue:
             return next(iter(line.keys))
         return None
 
-    def since_s(self, key: ChunkKey) -> float:
-        """Return when a key was added, in seconds."""
-        return self._lines[key.salt].keys[key].since_s
+    def since_s(self, key: ChunkKey, now_s: float) -> float:
+        """Return since when a key could have been built: since this was first asked, in seconds."""
+        waiting = self._lines[key.salt].keys[key]
+        if waiting.since_s is None:
+            waiting.since_s = now_s
+        return waiting.since_s
 
     def spend(self, key: ChunkKey) -> int:
         """Count a step spent on a key and pass the turn on; return how many it has had."""

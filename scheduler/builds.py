@@ -17,7 +17,7 @@ in flight is over with its one forward.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sgl_blend.engine.admission import (
@@ -29,8 +29,7 @@ from sgl_blend.engine.admission import (
     stop_verdict,
     was_admitted,
 )
-from sgl_blend.engine.objects import PrefillAdder, Req, ScheduleBatch, Scheduler, Verdict
-from sgl_blend.engine.orders import takes_background_work
+from sgl_blend.engine.objects import PrefillAdder, Req, Scheduler, Verdict
 from sgl_blend.engine.requests import (
     has_finished,
     holds_kv,
@@ -42,14 +41,10 @@ from sgl_blend.engine.requests import (
 )
 from sgl_blend.engine.rounds import (
     free_rows,
-    has_cut_request,
-    holds_back_tokens,
-    is_decoding,
     is_queued,
     leave_queue,
     pool_capacity,
     put_first,
-    somebody_waits,
 )
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.engine.tree import TOKEN_BYTES
@@ -59,11 +54,12 @@ from sgl_blend.scheduler.build_budget import BuildBudget
 from sgl_blend.scheduler.build_queue import BuildQueue
 from sgl_blend.scheduler.build_steps import BuildStep, StepPlanner
 from sgl_blend.scheduler.internal_requests import (
-    is_internal,
+    AddReq,
     new_internal_request,
     secret_rid_prefix,
     step_length,
 )
+from sgl_blend.scheduler.rounds import QUIET_S, Round
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +71,9 @@ _FOREGROUND_STEP_TOKENS = 2048
 """No request that arrives meanwhile waits for more than one such step; short ones cost more launches,
 which nobody notices in the background. A step of 512 tokens between the decode steps of a prompt of
 7,000 took up to 5.3 % of its time (benchmarks/closed_loop.py)."""
-_QUIET_S = 0.05
-_MAX_QUIET_S = 1.0
-"""After a prefill, builds leave the machine alone for a moment, so that first tokens get out."""
 
 _STEP = "sgl_blend_step"
 """Attribute of SGLang's Req: the step of a build that it computes."""
-
-AddReq = Callable[[Req], Verdict]
 
 
 @dataclass(slots=True)
@@ -114,7 +105,6 @@ class ChunkBuilder:
     ) -> None:
         self._scheduler = scheduler
         self._shares = shares
-        self._tp_group = tp_group
         self._store = store
         self._capacity = pool_capacity(scheduler)
         bytes_per_pool = self._capacity * TOKEN_BYTES
@@ -122,14 +112,12 @@ class ChunkBuilder:
         limit = _FOREGROUND_STEP_TOKENS if build_first else _BACKGROUND_STEP_TOKENS
         self._steps = StepPlanner(store, step_length(scheduler, limit))
         self._budget = BuildBudget()
-        self._quiet_until_s = 0.0
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}
         self._launched_s: float | None = None
         self._offer: _Offer | None = None
         self.rid_prefix = secret_rid_prefix("build", tp_group)
         self._serial = 0
-        self._offered_last_round = False
         self.num_built = 0
         self.num_steps = 0
 
@@ -164,6 +152,11 @@ class ChunkBuilder:
         return len(self._pending) + running
 
     @property
+    def is_running(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
+
+    @property
     def in_flight_rids(self) -> set[str]:
         """Request ids of the steps that SGLang is running."""
         return {rid_of(build) for build in self._in_flight.values()}
@@ -179,67 +172,41 @@ class ChunkBuilder:
             elif key not in self._in_flight and key not in self._pending:
                 new.append(key)
         if new:
-            self._pending.add(new, self._tp_group.now())
+            self._pending.add(new)
 
-    def forget_pending(self) -> None:
-        """Drop all pending builds, because the cache was flushed or the weights have changed."""
+    def forget(self) -> None:
+        """Drop all pending builds."""
         self._pending.clear()
 
-    def keep_quiet(self) -> None:
-        """Note that a prefill has just ended, and its first tokens are on their way."""
-        self._quiet_until_s = self._tp_group.now() + _QUIET_S
-
-    def must_keep_quiet(self, since_s: float) -> bool:
-        """Tell whether background work that has waited since then must let first tokens out."""
-        if self._first_tokens_are_held():
-            return True
-        now = self._tp_group.now()
-        return now < self._quiet_until_s and now < since_s + _MAX_QUIET_S
-
-    def _first_tokens_are_held(self) -> bool:
-        """Tell whether a prefill has run whose result SGLang's overlap schedule has not looked at.
-
-        It looks at it after the next batch was launched, so a build would stand in front of it.
-        """
-        return holds_back_tokens(self._scheduler, is_internal)
-
-    def rest_next_round(self) -> None:
-        """Note that background work runs in this round; while requests decode, none runs next."""
-        self._offered_last_round = True
-
-    def stop_timing(self) -> None:
-        """Note that the step in flight was interrupted, so that its duration tells nothing."""
+    def interrupt(self) -> None:
+        """Note that the step in flight ended early, so that its duration tells nothing."""
         self._launched_s = None
 
-    def offer(self, running_batch: ScheduleBatch) -> bool:
-        """Begin a scheduling round; put a step of a background build into the queue if one may run.
+    def pause(self) -> None:
+        """Note that there is nothing to build."""
+        self._budget.stop_clock()
 
-        One step a round. While requests wait or decode, never in two rounds in a row, and only on
-        credit; none right behind a prefill.
+    def offer(self, now: Round) -> bool:
+        """Put a step of a background build into the queue if one may run.
+
+        While requests are served it is paid for by credit; none runs right behind a prefill.
 
         Returns:
             Whether the round is free for other background work: no chunk is missing, nobody waits.
         """
-        self.sweep()
-        scheduler = self._scheduler
-        waiting = somebody_waits(scheduler)
-        busy = waiting or is_decoding(running_batch)
-        rest = busy and self._offered_last_round
-        self._offered_last_round = False
-        is_charged = self._tell_time(busy=busy)
-        if not takes_background_work(scheduler):
+        is_charged = self._tell_time(now)
+        if not now.is_open:
             return False
-        if rest or self._in_flight or has_cut_request(scheduler):
-            return False
-        if not self._pending:
-            return not waiting
+        key = self._pending.first()
+        if key is None:
+            return not now.is_waited_in
         if is_charged and not self._budget.affords_step():
             return False
-        if not waiting and self.must_keep_quiet(self._waiting_since_s()):
+        if not now.is_waited_in and now.must_keep_quiet(self._pending.since_s(key, now.now_s)):
             return False
-        return self._offer_next(is_charged=is_charged)
+        return self._offer_next(now, is_charged=is_charged)
 
-    def _tell_time(self, *, busy: bool) -> bool:
+    def _tell_time(self, now: Round) -> bool:
         """Let time count as served to requests or not; return whether a step now is paid by credit.
 
         Between two requests of a client that sends without a pause nobody is served for a moment. What
@@ -247,23 +214,17 @@ class ChunkBuilder:
         """
         if not self._pending:
             self._budget.stop_clock()
-            return busy
-        now = self._tp_group.now()
-        self._budget.elapse(now, busy=busy)
-        if busy:
-            self._gap_until_s = now + _QUIET_S
-        return busy or (now < self._gap_until_s and not self._has_free_room())
-
-    def _waiting_since_s(self) -> float:
-        key = self._pending.first()
-        assert key is not None, "something is pending"
-        return self._pending.since_s(key)
+            return now.is_busy
+        self._budget.elapse(now.now_s, busy=now.is_busy)
+        if now.is_busy:
+            self._gap_until_s = now.now_s + QUIET_S
+        return now.is_busy or (now.now_s < self._gap_until_s and not self._has_free_room())
 
     def _has_free_room(self) -> bool:
         """Tell whether a step pushes nothing out of the cache: then it is worth a gap's time."""
         return self._store.free_tokens > 2 * self.step_tokens
 
-    def _offer_next(self, *, is_charged: bool) -> bool:
+    def _offer_next(self, now: Round, *, is_charged: bool) -> bool:
         """Put the next step into the waiting queue; return whether nothing is left to be built."""
         while (key := self._pending.first()) is not None:
             step = self._steps.next_step(key)
@@ -272,25 +233,29 @@ class ChunkBuilder:
                 put_first(self._scheduler, self._offer.build)
                 return False
             self._pending.remove(key)  # stored meanwhile
-        return not somebody_waits(self._scheduler)
+        return not now.is_waited_in
 
-    def withdraw(self) -> None:
-        """End the round: take back what offer() put into the waiting queue, unless it was admitted."""
+    def withdraw(self, now: Round) -> bool:
+        """Take back what offer() put into the waiting queue, unless it was admitted.
+
+        Returns:
+            Whether it was.
+        """
         if self._offer is None:
-            return
+            return False
         offer, self._offer = self._offer, None
         if offer.admitted:
-            self.rest_next_round()
-            self._launched_s = self._tp_group.now()
+            self._launched_s = now.now_s
             if offer.is_charged:
                 self._budget.charge()
             # Its KV may be evicted between two steps, but not for ever.
             if self._pending.spend(offer.key) > 2 * self._steps.count(offer.key) + 1:
                 self._pending.forget(offer.key)
-            return
+            return True
         leave_queue(self._scheduler, offer.build)
         if offer.too_large:
             self._pending.forget(offer.key)
+        return False
 
     # --- builds that a request waits for ---
 
@@ -327,6 +292,10 @@ class ChunkBuilder:
         return num_admitted
 
     # --- admission of any step ---
+
+    def owns(self, req: Req) -> bool:
+        """Tell whether an internal request is a step of a build."""
+        return is_build(req)
 
     def admit(self, build: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a step if its batch may hold it; add is SGLang's own admission.
@@ -370,7 +339,7 @@ class ChunkBuilder:
         setattr(build, _STEP, step)
         return build
 
-    def sweep(self) -> None:
+    def collect(self, now_s: float | None) -> None:
         """Forget steps that ended: their KV is inserted, or they were aborted, in the queue or out.
 
         Called between rounds, when every admitted step holds KV or has given it back.
@@ -380,9 +349,9 @@ class ChunkBuilder:
             if not ended and (holds_kv(build) or is_queued(self._scheduler, build)):
                 continue
             del self._in_flight[key]
-            if self._launched_s is not None:
-                self._budget.learn(self._tp_group.now() - self._launched_s)
-                self._launched_s = None
+            if self._launched_s is not None and now_s is not None:
+                self._budget.learn(now_s - self._launched_s)
+            self._launched_s = None
             if ended and not was_aborted(build) and _step_of(build).is_last:
                 self._pending.remove(key)
                 self.num_built += 1

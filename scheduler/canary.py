@@ -29,9 +29,10 @@ from sgl_blend.engine.rounds import leave_queue, put_first
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import CanaryMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkStore
-from sgl_blend.scheduler.builds import AddReq, ChunkBuilder
-from sgl_blend.scheduler.internal_requests import new_internal_request, secret_rid_prefix
+from sgl_blend.scheduler.internal_requests import AddReq, new_internal_request, secret_rid_prefix
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.scheduler.rounds import Round
+from sgl_blend.scheduler.switch import BlendSwitch
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class _Shadow:
         token_ids: Its prompt, without separators.
         salt: The client's exact namespace.
         extra_key: SGLang's request class.
-        since_s: When it was picked.
+        since_s: Since when it could have run; None before the first free round.
         steps_left: How many more steps may be spent on it.
         blended: Row of logits that the client's first token was sampled from.
         full: Row of logits behind the full prefill.
@@ -93,8 +94,8 @@ class _Shadow:
     token_ids: array[int]
     salt: str | None
     extra_key: str | None
-    since_s: float
     steps_left: int
+    since_s: float | None = None
     blended: torch.Tensor | None = None
     full: torch.Tensor | None = None
     req: Req | None = None
@@ -124,9 +125,10 @@ class Canary:
     Args:
         scheduler: SGLang's Scheduler.
         store: The tree, to see how far a prompt is prefilled.
-        builder: Background builds, which go first and keep the machine quiet.
+        switch: What it throws if the answers differ too much.
+        step_tokens: Longest step, in tokens.
         metrics: Where comparisons are counted.
-        tp_group: Whose clock counts, and whose comparison.
+        tp_group: Whose first rank's comparison counts.
         rate: Share of the blended requests to pick, in (0, 1].
         max_kl: Largest mean KL at which blending goes on, in nats.
     """
@@ -135,22 +137,23 @@ class Canary:
         self,
         scheduler: Scheduler,
         store: ChunkStore,
-        builder: ChunkBuilder,
+        switch: BlendSwitch,
         metrics: CanaryMetrics,
         tp_group: TPGroup,
         *,
+        step_tokens: int,
         rate: float,
         max_kl: float,
     ) -> None:
         self._scheduler = scheduler
         self._store = store
-        self._builder = builder
+        self._switch = switch
         self._metrics = metrics
         self._tp_group = tp_group
         self._rate = Fraction(str(rate))  # 0.1 ten times is 1, which floats would miss
         self._max_kl = max_kl
         self._due = Fraction(0)
-        self._step_tokens = builder.step_tokens
+        self._step_tokens = step_tokens
         self._picked: dict[str, _Shadow] = {}  # by the client's rid, until its forward ran
         self._pending: deque[_Shadow] = deque()
         self._offer: _Offer | None = None
@@ -159,7 +162,6 @@ class Canary:
         self._recent: deque[Comparison] = deque(maxlen=_WINDOW)
         self.rid_prefix = secret_rid_prefix("shadow", tp_group)
         self._serial = 0
-        self.tripped = False
 
     @property
     def num_pending(self) -> int:
@@ -179,7 +181,7 @@ class Canary:
         Turns are counted, not drawn: at rate 0.25 every fourth request that reuses a chunk's KV
         is picked.
         """
-        if self.tripped or state.report.reused_tokens == 0:
+        if not self._switch.is_on or state.report.reused_tokens == 0:
             return
         self._due += self._rate
         if self._due < 1:
@@ -194,7 +196,6 @@ class Canary:
             token_ids=prompt_ids(req),
             salt=state.client_salt,
             extra_key=state.keys[0].extra_key,
-            since_s=self._tp_group.now(),
             # Its KV may be evicted between two steps, but not for ever.
             steps_left=2 * num_steps + 1,
         )
@@ -218,8 +219,18 @@ class Canary:
 
     # --- the shadow ---
 
-    def collect(self) -> None:
-        """Begin a scheduling round: see what became of the step in flight, and judge the last one.
+    def owns(self, req: Req) -> bool:
+        """Tell whether an internal request is a step of a shadow."""
+        return rid_of(req).startswith(self.rid_prefix)
+
+    def pause(self) -> None:
+        """Note that nothing is there to be compared; a shadow has no clock."""
+
+    def interrupt(self) -> None:
+        """Note that the step in flight ended early; nobody times a shadow."""
+
+    def collect(self, now_s: float | None) -> None:
+        """See what became of the step in flight, and judge the last one.
 
         Between rounds every admitted step holds KV, has ended, or has given its KV back: retracted
         into the queue, or aborted.
@@ -240,22 +251,19 @@ class Canary:
         else:
             self._metrics.skip()
 
-    def offer(self, *, is_free: bool) -> None:
-        """Put a shadow's next step into the waiting queue for one scheduling round, if it may run.
-
-        Args:
-            is_free: What ChunkBuilder.offer said about the round.
-        """
-        if not is_free or not self._pending or self._in_flight is not None:
-            return
+    def offer(self, now: Round) -> bool:
+        """Put a shadow's next step into the waiting queue if nobody waits and it may run."""
+        if not now.is_open or now.is_waited_in or not self._pending:
+            return now.is_open
         shadow = self._pending[0]
-        if self._tp_group.now() < self._not_before_s or self._builder.must_keep_quiet(
-            shadow.since_s
-        ):
-            return
+        if shadow.since_s is None:
+            shadow.since_s = now.now_s
+        if now.now_s < self._not_before_s or now.must_keep_quiet(shadow.since_s):
+            return False
         shadow.req = self._new_step(shadow)
         self._offer = _Offer(shadow)
         put_first(self._scheduler, shadow.step)
+        return False
 
     def admit(self, req: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a shadow's step if it has the batch to itself and all of it fits.
@@ -281,24 +289,28 @@ class Canary:
         offer.refused = True
         return continue_verdict()
 
-    def withdraw(self) -> None:
-        """End the round: take back what offer() put into the waiting queue, unless it was admitted."""
+    def withdraw(self, now: Round) -> bool:
+        """Take back what offer() put into the waiting queue, unless it was admitted.
+
+        Returns:
+            Whether it was.
+        """
         if self._offer is None:
-            return
+            return False
         offer, self._offer = self._offer, None
         if offer.admitted:
             self._pending.remove(offer.shadow)
             self._in_flight = offer.shadow
             self._in_flight.steps_left -= 1
-            self._builder.rest_next_round()
-            return
+            return True
         leave_queue(self._scheduler, offer.shadow.step)
-        self._not_before_s = self._tp_group.now() + _RETRY_S
+        self._not_before_s = now.now_s + _RETRY_S
         if offer.refused:
             self._pending.remove(offer.shadow)
             self._metrics.skip()
+        return False
 
-    def drop_all(self) -> None:
+    def forget(self) -> None:
         """Forget all that was picked: the cache was flushed, the weights or the setting changed."""
         num_dropped = len(self._picked) + len(self._pending)
         self._picked.clear()
@@ -342,10 +354,8 @@ class Canary:
             self._trip()
 
     def _trip(self) -> None:
-        self.tripped = True
         self._metrics.trip()
-        self.drop_all()
-        self._builder.forget_pending()
+        self._switch.turn_off()
         logger.error(
             "sgl-blend: the canary switched blending off, because the last %d blended answers are "
             "%.3g nats from full prefill in the mean, --blend-canary-max-kl allows %g, and agree "
@@ -373,7 +383,7 @@ class Canary:
             "pending": self.num_pending,
             "mean_kl": self._mean_kl() if self._recent else None,
             "agreement": self._agreement() if self._recent else None,
-            "tripped": self.tripped,
+            "tripped": not self._switch.is_on,
         }
 
 

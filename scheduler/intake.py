@@ -25,9 +25,9 @@ from sgl_blend.protocol.request import (
 )
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import rejected_salt
-from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
 
 _NUM_SINKS = 4
@@ -44,13 +44,13 @@ class Intake:
         *,
         separator_id: int | None,
         bos_token_id: int | None,
-        canary: Canary | None,
+        switch: BlendSwitch,
     ) -> None:
         self._config = config
         self._model = model
         self._separator_id = separator_id
         self._bos_token_id = bos_token_id
-        self._canary = canary
+        self._switch = switch
         self._serials = itertools.count()
 
     def read(self, received: Received) -> RequestState:
@@ -82,7 +82,7 @@ class Intake:
             span for span in prompt.spans if len(span) >= self._config.blend_min_chunk_tokens
         )
         reason = _why_plain(overrides, spans)
-        if reason is None and self._canary is not None and self._canary.tripped:
+        if reason is None and not self._switch.is_on:
             reason = FallbackReason.CANARY
         if reason is not None:
             return self._plain(received, len(prompt.token_ids), reason)

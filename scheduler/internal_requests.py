@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Callable
 
-from sgl_blend.engine.objects import Req, Scheduler
+from sgl_blend.engine.objects import Req, Scheduler, Verdict
 from sgl_blend.engine.requests import new_silent_request
 from sgl_blend.engine.rounds import lowest_priority, uncut_length, vocab_size
 from sgl_blend.engine.tp_group import TPGroup
 
 _MARK = "sgl_blend_internal"
 """Attribute of SGLang's Req: nobody outside waits for it."""
+
+
+AddReq = Callable[[Req], Verdict]
+"""SGLang's own admission of one request into the batch that is put together."""
 
 
 def secret_rid_prefix(kind: str, tp_group: TPGroup) -> str:

@@ -35,12 +35,15 @@ class RequestState:
         serial: A number that no other request has, if it shares its blended KV with nobody.
         model: Fingerprint of the model that the keys are of; None without chunks.
         plan: What is reused in the current admission; None if nothing is.
+        steps: The plan's part in each admitted step, by the position at which the step starts.
         locks: Chunk nodes held for the plan.
         retired: Plans given up while a forward that reads their slots was queued on the device.
         unprocessed_steps: Admitted prefill steps whose result is not in yet.
         all_steps_admitted: Whether the last prefill step is admitted.
         has_preempted: Whether running requests were preempted for it since it waits.
         build_rounds: How often builds of its chunks were admitted while it waits.
+        copied_tokens: Tokens of the present admission whose KV was copied.
+        told_tokens: How many of them SGLang was told of.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
         counted: Whether its report is in the totals.
@@ -58,12 +61,15 @@ class RequestState:
     serial: int | None = None
     model: ModelFingerprint | None = None
     plan: BlendPlan | None = None
+    steps: dict[int, StepPlan] = field(default_factory=dict)
     locks: list[TreeLock] = field(default_factory=list)
     retired: list[BlendPlan] = field(default_factory=list)
     unprocessed_steps: int = 0
     all_steps_admitted: bool = False
     has_preempted: bool = False
     build_rounds: int = 0
+    copied_tokens: int = 0
+    told_tokens: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
     remembered: object = None
     counted: bool = False
@@ -117,6 +123,7 @@ class RequestState:
         if self.plan is not None and self.unprocessed_steps > 0:
             self.retired.append(self.plan)
         self.plan = None
+        self.steps.clear()
 
     def start_admission(self, *, hits: int, misses: int, fallback: FallbackReason | None) -> None:
         """Begin to count anew; a retracted request is admitted again from the start."""
@@ -125,6 +132,8 @@ class RequestState:
         self.has_preempted = False
         self.build_rounds = 0
         self.remembered = None
+        self.steps.clear()
+        self.copied_tokens = 0
         self.report = self._new_report(chunk_hits=hits, chunk_misses=misses, fallback=fallback)
 
     def count_step(
@@ -143,6 +152,8 @@ class RequestState:
             exact = step.exact_stop - step.start
             recomputed = step.num_recomputed
             reused = step.num_dropped
+            self.steps[start] = step
+            self.copied_tokens += exact + reused
             report.layer_rows += step.layer_rows(layers)
         else:
             report.layer_rows += max(0, stop - start) * layers.total
@@ -151,6 +162,12 @@ class RequestState:
         report.recomputed_tokens += recomputed
         report.computed_tokens += max(0, stop - start) - exact - reused - recomputed
         self.told.update(report.for_client())
+
+    def take_untold(self) -> int:
+        """Return how many copied tokens SGLang is to be told of; it counts each request once."""
+        untold = max(0, self.copied_tokens - self.told_tokens)
+        self.told_tokens += untold
+        return untold
 
     def count_whole(self, step: StepPlan, *, layers: LayerSplit) -> None:
         """Count a step that was to do what its plan says, and computed everything instead."""

@@ -32,6 +32,7 @@ from sgl_blend.engine.objects import (
     Verdict,
 )
 from sgl_blend.engine.requests import (
+    count_cached,
     fill_ids,
     has_finished,
     match_again,
@@ -39,19 +40,20 @@ from sgl_blend.engine.requests import (
     step_range,
     tell_client,
 )
-from sgl_blend.engine.rounds import put_back_preempted, requests_of, settle_last_batch, take_out
+from sgl_blend.engine.rounds import put_back_preempted, requests_of, settle_last_batch
 from sgl_blend.engine.tree import pool_use, unlock_node
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.scheduler.admission import Admission
-from sgl_blend.scheduler.builds import ChunkBuilder, is_build
+from sgl_blend.scheduler.admission import Admission, AdmissionAttempt
+from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState, state_of
+from sgl_blend.scheduler.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class BlendRuntime:
     Attributes:
         intake: Reads requests.
         admission: Plans them.
+        rounds: Gives background work its turns.
         builder: Builds missing chunks.
         canary: Compares answers with full prefill; None unless asked for.
     """
@@ -74,6 +77,7 @@ class BlendRuntime:
         *,
         intake: Intake,
         admission: Admission,
+        rounds: Rounds,
         builder: ChunkBuilder,
         canary: Canary | None,
         model: LoadedModel,
@@ -85,6 +89,7 @@ class BlendRuntime:
         description: dict[str, Any],
     ) -> None:
         self.intake = intake
+        self.rounds = rounds
         self.builder = builder
         self.canary = canary
         self.admission = admission
@@ -110,20 +115,20 @@ class BlendRuntime:
             if not is_internal(candidate):
                 joins_internal = any(is_internal(other) for other in admitted(adder))
                 return stop_verdict() if joins_internal else add_stock(candidate)
-            if not is_build(candidate):
-                assert self.canary is not None, "what is internal and no build is a shadow"
-                return self.canary.admit(candidate, adder, add_stock)
             if candidate is not req:  # SGLang has prepared the request that it asks for itself
                 match_again(candidate, self._tree)
-            return self.builder.admit(candidate, adder, add_stock)
+            return self.rounds.admit(candidate, adder, add_stock)
 
         state = state_of(req)
-        verdict = add(req) if state is None else self.admission.add(req, state, adder, add)
-        if was_admitted(req, adder):
-            if state is not None:
-                self._count_step(req, state)
-            return verdict
-        return self._make_room(adder, state, verdict)
+        if state is None:
+            verdict = add(req)
+            return verdict if was_admitted(req, adder) else self._make_room(adder, None, verdict)
+        attempt = AdmissionAttempt(req, state, adder, add)
+        verdict = self.admission.add(attempt)
+        if not attempt.succeeded:
+            return self._make_room(adder, state, verdict)
+        self._count_step(req, state, attempt.step)
+        return verdict
 
     def _make_room(
         self, adder: PrefillAdder, state: RequestState | None, verdict: Verdict
@@ -152,11 +157,11 @@ class BlendRuntime:
         """Note that a further step of a chunked prefill was admitted."""
         state = state_of(req)
         if state is not None and req in admitted(adder):
-            self._count_step(req, state)
+            step = None if state.plan is None else state.plan.step(*step_range(req))
+            self._count_step(req, state, step)
 
-    def _count_step(self, req: Req, state: RequestState) -> None:
+    def _count_step(self, req: Req, state: RequestState, step: StepPlan | None) -> None:
         start, stop = step_range(req)
-        step = None if state.plan is None else state.plan.step(start, stop)
         last = stop >= len(fill_ids(req))
         state.count_step(start, stop, step, layers=self._fusor.layers, last=last)
         if state.plan is not None:
@@ -165,6 +170,7 @@ class BlendRuntime:
         if self.canary is not None and last and not state.counted:
             self.canary.consider(req, state)
         tell_client(req, "sgl_blend", state.told)
+        count_cached(req, state.take_untold())
 
     # --- forward ---
 
@@ -217,25 +223,22 @@ class BlendRuntime:
             request_ids(batch), step_starts(batch), step_lengths(batch), strict=True
         ):
             state = self._planned.get(rid)
-            plan = None if state is None else state.plan
-            steps.append(None if plan is None else plan.step(start, start + length))
+            step = None if state is None else state.steps.get(start)
+            assert step is None or step.stop == start + length, "a step runs as it was admitted"
+            steps.append(step)
         return steps
 
     @property
     def has_work(self) -> bool:
         """Whether any forward could concern this plugin."""
-        return (
-            bool(self._planned)
-            or bool(self.builder.in_flight_rids)
-            or (self.canary is not None and self.canary.is_running)
-        )
+        return bool(self._planned) or any(job.is_running for job in self.rounds.jobs)
 
     # --- release ---
 
     def finish_step(self, batch: ScheduleBatch) -> None:
         """Release what the requests of a processed prefill batch no longer need."""
         if not all(is_internal(req) for req in requests_of(batch)):
-            self.builder.keep_quiet()
+            self.rounds.prefill_ended()
         for req in requests_of(batch):
             state = state_of(req)
             if state is None or state.unprocessed_steps == 0:
@@ -276,32 +279,19 @@ class BlendRuntime:
     # --- background work ---
 
     def begin_round(self, running_batch: ScheduleBatch) -> None:
-        """Put background work into the waiting queue for one scheduling round, if any may run.
-
-        With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
-        Requests of ours end with their prefill: they leave again, or each would cost a decode step.
-        """
-        take_out(running_batch, is_internal)
-        if self.canary is not None:
-            self.canary.collect()  # first, because it may switch blending off
-        is_free = self.builder.offer(running_batch)
-        if self.canary is not None:
-            self.canary.offer(is_free=is_free)
+        """Put background work into the waiting queue for one scheduling round, if any may run."""
+        self.rounds.begin(running_batch)
 
     def end_round(self) -> None:
         """Take back what of it was not admitted."""
-        self.builder.withdraw()
-        if self.canary is not None:
-            self.canary.withdraw()
+        self.rounds.end()
 
     # --- what an operator does ---
 
     def forget_pending(self) -> None:
         """Drop pending background work: a flushed cache is not refilled with what was there."""
-        self.builder.forget_pending()
+        self.rounds.forget()
         self._shares.clear()
-        if self.canary is not None:
-            self.canary.drop_all()
 
     def step_aside(self, scheduler: Scheduler) -> None:
         """Process what was launched last if no client waits for it, so that the scheduler is idle.
@@ -312,8 +302,8 @@ class BlendRuntime:
         who orders a flush right behind its answer would meet that decode step.
         """
         if any(map(is_internal, settle_last_batch(scheduler, _is_over))):
-            self.builder.stop_timing()
-        self.builder.sweep()  # also of a step whose result was looked at in the round before
+            self.rounds.interrupt()
+        self.rounds.collect()  # also of a step whose result was looked at in the round before
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

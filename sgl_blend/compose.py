@@ -36,7 +36,9 @@ from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.rounds import BackgroundJob, Rounds
 from sgl_blend.scheduler.runtime import BlendRuntime
+from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
 from sgl_blend.tuning.cost_model import CostModel, measure
@@ -83,17 +85,22 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         "publish": facts.publishes and tp_group.is_first,
         "labels": {"model_name": facts.model_name},
     }
-    canary = None
+    switch, canary = BlendSwitch(), None
+    jobs: list[BackgroundJob] = [builder]
     if config.blend_canary_rate > 0:
         canary = Canary(
             scheduler,
             store,
-            builder,
+            switch,
             CanaryMetrics(**publish),
             tp_group,
+            step_tokens=builder.step_tokens,
             rate=config.blend_canary_rate,
             max_kl=config.blend_canary_max_kl,
         )
+        jobs.append(canary)
+    rounds = Rounds(scheduler, tp_group, jobs)
+    switch.when_turned_off(rounds.forget)
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
         intake=Intake(
@@ -101,7 +108,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             model,
             separator_id=None if separator is None else separator.token_id,
             bos_token_id=facts.bos_token_id,
-            canary=canary,
+            switch=switch,
         ),
         admission=Admission(
             store,
@@ -113,6 +120,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             build_first=build_first,
             model=model,
         ),
+        rounds=rounds,
         builder=builder,
         canary=canary,
         model=model,

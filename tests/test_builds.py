@@ -62,8 +62,8 @@ def test_time_without_pending_builds_earns_nothing() -> None:
 
 def test_tenants_take_turns_by_steps() -> None:
     queue = BuildQueue(100, 10**6)
-    queue.add([key("a", i) for i in range(3)], 1.0)
-    queue.add([key("b", 9)], 2.0)
+    queue.add([key("a", i) for i in range(3)])
+    queue.add([key("b", 9)])
     order = []
     for _ in range(4):
         first = queue.first()
@@ -75,11 +75,12 @@ def test_tenants_take_turns_by_steps() -> None:
 
 def test_a_key_keeps_its_place_until_it_is_removed() -> None:
     queue = BuildQueue(100, 10**6)
-    queue.add([key("a", 0), key("a", 1)], 1.0)
+    queue.add([key("a", 0), key("a", 1)])
     assert [queue.spend(key("a", 0)) for _ in range(3)] == [1, 2, 3]
     assert queue.first() == key("a", 0)
-    queue.add([key("a", 0)], 5.0)
-    assert queue.since_s(key("a", 0)) == 1.0
+    assert queue.since_s(key("a", 0), 1.0) == 1.0
+    queue.add([key("a", 0)])
+    assert queue.since_s(key("a", 0), 5.0) == 1.0
     queue.remove(key("a", 0))
     assert queue.first() == key("a", 1)
 
@@ -87,9 +88,9 @@ def test_a_key_keeps_its_place_until_it_is_removed() -> None:
 def test_the_line_with_the_most_bytes_loses_its_oldest() -> None:
     bytes_each = 8 * (10 + 2)
     queue = BuildQueue(100, 4 * bytes_each)
-    queue.add([key("flood", i) for i in range(3)], 1.0)
-    queue.add([key("quiet", 7)], 1.0)
-    queue.add([key("flood", 3), key("flood", 4)], 2.0)
+    queue.add([key("flood", i) for i in range(3)])
+    queue.add([key("quiet", 7)])
+    queue.add([key("flood", 3), key("flood", 4)])
     assert queue.num_bytes == 4 * bytes_each
     assert queue.num_forgotten == 2
     assert key("quiet", 7) in queue
@@ -98,7 +99,7 @@ def test_the_line_with_the_most_bytes_loses_its_oldest() -> None:
 
 def test_keys_are_bounded_too() -> None:
     queue = BuildQueue(3, 10**6)
-    queue.add([key("a", i) for i in range(5)], 1.0)
+    queue.add([key("a", i) for i in range(5)])
     assert (len(queue), queue.num_forgotten) == (3, 2)
     queue.clear()
     assert (len(queue), queue.num_bytes, queue.first()) == (0, 0, None)

@@ -552,7 +552,7 @@ def _drop_and_retract_a_shadow(driver: Driver) -> tuple[int, int]:
     def drop_behind_the_launch(*args: Any) -> None:
         capture(*args)
         if canary.is_running:
-            canary.drop_all()
+            canary.forget()
 
     canary.capture = drop_behind_the_launch
     try:
@@ -581,7 +581,7 @@ def _serve_until_it_trips(driver: Driver, num_requests: int) -> dict[str, Any]:
         answer = driver.ask(rag(*pair))[0]
         assert answer.report["fallback"] is None
         driver.settle()
-        tripped.append(driver.runtime.canary.tripped)
+        tripped.append(driver.runtime.canary.describe()["tripped"])
     last = rag(7, 6, 5, max_new_tokens=4)
     late = driver.submit(last)
     driver.run_until(late.finished)
@@ -660,7 +660,7 @@ def _trip_with_work_pending(driver: Driver) -> tuple[int, int]:
     driver.scheduler.waiting_queue.clear()
     before = builder.num_built
     driver.settle()
-    assert canary.tripped
+    assert canary.describe()["tripped"]
     return before, builder.num_built
 
 

@@ -395,12 +395,12 @@ def test_credit_is_not_saved_up_while_nobody_waits(start_engine: StartEngine) ->
 
 def _offers_behind_a_prefill(driver: Driver) -> tuple[int, int]:
     """Do what the overlap schedule does: look for the next batch before the last one's result."""
-    scheduler, builder = driver.scheduler, driver.runtime.builder
+    scheduler, rounds = driver.scheduler, driver.runtime.rounds
 
     def num_offered() -> int:
-        builder.offer(scheduler.running_batch)
+        rounds.begin(scheduler.running_batch)
         offered = len(scheduler.waiting_queue)
-        builder.withdraw()
+        rounds.end()
         return offered
 
     driver.ask(rag(0, 1, 2))

@@ -46,6 +46,7 @@ class Req(Protocol):
     origin_input_ids: array[int]
     full_untruncated_fill_ids: array[int]
     sampling_params: Any
+    cached_tokens: int
     customized_info: dict[str, Any] | None
     to_finish: Any
     finished_reason: Any

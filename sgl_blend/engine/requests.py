@@ -157,6 +157,11 @@ def tell_client(req: Req, name: str, value: dict[str, Any]) -> None:
         req.customized_info = {name: [value]}
 
 
+def count_cached(req: Req, num_tokens: int) -> None:
+    """Count tokens as cached; clients read their number in the usage of an answer."""
+    req.cached_tokens += num_tokens
+
+
 def match_again(req: Req, tree: Tree) -> None:
     """Match a request against the tree, as SGLang does before it admits one."""
     req.init_next_round_input(tree)
