@@ -281,7 +281,7 @@ def _make_plan(req: Req, state: RequestState, lookup: Lookup) -> BlendPlan | Non
     for hit in lookup.hits:
         start, found = hit.span.start, hit.match
         stop = start + hit.num_tokens
-        span = ReusedSpan(start, stop, hit.prefix_length, found.slots, found.start)
+        span = ReusedSpan(start, stop, hit.prefix_length, found)
         if start >= behind and stop <= computed_from:
             spans.append(span)
         elif (clipped := span.clip(behind, computed_from)) is not None:
@@ -301,8 +301,8 @@ def _hits_in_use(lookup: Lookup, plan: BlendPlan | None) -> tuple[ChunkHit, ...]
     """Return the hits that a plan copies from; exact KV of other origin may cover some."""
     if plan is None:
         return ()
-    used = {id(span.path) for span in (plan.exact, *plan.spans) if span is not None}
-    return tuple(hit for hit in lookup.hits if id(hit.match.slots) in used)
+    used = {id(span.source) for span in (plan.exact, *plan.spans) if span is not None}
+    return tuple(hit for hit in lookup.hits if id(hit.match) in used)
 
 
 def _why_nothing_is_reused(req: Req, state: RequestState, lookup: Lookup) -> FallbackReason:

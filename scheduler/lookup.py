@@ -180,7 +180,7 @@ class Lookups:
         stop = min(len(best), limit)
         if stop <= prefix:
             return None
-        return ReusedSpan(prefix, stop, prefix, best.slots), best
+        return ReusedSpan(prefix, stop, prefix, best), best
 
 
 def _remembered(state: RequestState) -> _Remembered | None:

@@ -24,6 +24,7 @@ from sgl_blend.engine.objects import Scheduler
 from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.layouts.mha import MHALayout
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
@@ -162,9 +163,10 @@ def _make_fusion(
         check_rotation(errors, dtype)
     split = LayerSplit(config.blend_check_layer, len(layers))
     pools = layer_pools(runner)
+    layout = MHALayout(pools, neox=rotation.neox)
     heads = query_heads(layers[-1])
     kernel = choose_kernel(config.blend_attention, pools, heads, dtype, tp_group)
-    fusor = Fusor(runner, rotation, split, pools, kernel, tp_group)
+    fusor = Fusor(runner, rotation, split, layout, kernel, tp_group)
     run_trial(fusor, scheduler, config)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_blend.fusion.plan import BlendPlan, ReusedSpan, StepPlan
+from sgl_blend.fusion.sources import PoolSlots
 from sgl_blend.policies import POLICIES, recompute_budget
 
 
 def span_at(start: int, length: int, source_start: int) -> ReusedSpan:
     """A span whose slot for source position p is 7p + 3, so that slots tell where they belong."""
     path = torch.arange(source_start + length + 2)  # more of the path may be stored
-    return ReusedSpan(start, start + length, source_start, 7 * path + 3)
+    return ReusedSpan(start, start + length, source_start, PoolSlots(7 * path + 3))
 
 
 @dataclass

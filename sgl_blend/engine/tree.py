@@ -38,6 +38,10 @@ class TreeMatch(msgspec.Struct, eq=False, gc=False):
     def __len__(self) -> int:
         return self.stop
 
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return int64 [stop - start], pool slots of a part of the path."""
+        return self.slots[start - self.start : stop - self.start]
+
 
 @dataclass(frozen=True, slots=True)
 class TreeLock:

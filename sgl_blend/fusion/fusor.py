@@ -40,11 +40,11 @@ from sgl_blend.engine.models import (
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates
-from sgl_blend.fusion.kv_copier import Copy, KVCopier
+from sgl_blend.fusion.kv_copier import KVCopier
+from sgl_blend.fusion.layouts.base import Copy, KVLayout
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import LayerSplit, StepPlan
 from sgl_blend.fusion.rotation import Rotation
-from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.kernels.upload import to_device
@@ -64,7 +64,7 @@ class Fusor:
         runner: ModelRunner,
         rotation: Rotation,
         layers: LayerSplit,
-        pools: LayerPools,
+        layout: KVLayout,
         kernel: RaggedKernel,
         tp_group: TPGroup,
     ) -> None:
@@ -72,8 +72,8 @@ class Fusor:
         self._runner = runner
         self._modules = decoder_layers(runner)
         self._rotation = rotation
-        self._pools = pools
-        self._copier = KVCopier(pools, neox=rotation.neox)
+        self._layout = layout
+        self._copier = KVCopier(layout)
         self._kernel = kernel
         self._tp_group = tp_group
 
@@ -151,9 +151,7 @@ class Fusor:
         own_slots = row_slots(batch)
         computed = torch.ones_like(own_slots, dtype=torch.bool)
         computed[torch.cat([group.rows for group in candidates])] = False
-        slots = own_slots[computed]
-        for buffer in (*self._pools.k, *self._pools.v):
-            buffer[slots] = 0
+        self._layout.clear(own_slots[computed])
         return [
             replace(group, priorities=self._true_priorities(batch, group))
             if POLICIES[group.policy].sees is Sees.PREFILL
@@ -167,7 +165,7 @@ class Fusor:
         own_slots = row_slots(batch)
         scores = torch.zeros(group.rows.numel(), device=group.rows.device)
         for layer in range(self.layers.check + 1, self.layers.total):
-            k_pool, v_pool = self._pools.k[layer], self._pools.v[layer]
+            k_pool, v_pool = self._layout.layer(layer)
             view = LayerView(
                 q=k_pool[:0],
                 k=k_pool,

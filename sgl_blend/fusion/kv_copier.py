@@ -7,59 +7,29 @@ its own while the layers up to the check layer compute, and nothing waits for th
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 
-from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """KV of some tokens, copied in a range of layers.
-
-    Attributes:
-        layers: Layers of the model.
-        source_slots: int64 [n], where the KV lies.
-        dest_slots: int64 [n], where it goes; disjoint from all sources.
-        cos: float32 [n, rotary_dim / 2], rotation from the stored position to the new one.
-        sin: float32, same shape.
-    """
-
-    layers: range
-    source_slots: torch.Tensor
-    dest_slots: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+from sgl_blend.fusion.layouts.base import Copy, KVLayout
 
 
 class KVCopier:
     """Copies KV inside the pool; owned by the thread that runs forwards.
 
     Args:
-        pools: All layers of the model.
-        neox: Pairing of the rotary embedding, see rotate_keys.
+        layout: The model's KV.
     """
 
-    def __init__(self, pools: LayerPools, *, neox: bool) -> None:
-        self._pools = pools
-        self._neox = neox
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
         self._stream: torch.cuda.Stream | None = None
-        if pools.k[0].is_cuda:
+        if layout.is_on_gpu:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy now: what runs next on this stream finds the KV in place."""
         for one in copies:
-            copy_rotated_layers(
-                self._pools,
-                one.layers,
-                one.source_slots,
-                one.dest_slots,
-                one.cos,
-                one.sin,
-                neox=self._neox,
-            )
+            self._layout.copy(one)
 
     def start(self, copies: Sequence[Copy]) -> None:
         """Copy beside what this stream does next; only after ``wait`` is the KV in place.

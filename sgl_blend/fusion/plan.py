@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from sgl_blend.fusion.sources import KVSource
 from sgl_blend.policies import POLICIES, keep_schedule, recompute_budget
 
 
@@ -25,7 +26,7 @@ class LayerSplit:
 
 
 class ReusedSpan(msgspec.Struct, eq=False, gc=False):
-    """A run of tokens whose KV lies in the pool already; never changed once it is made.
+    """A run of tokens whose KV is stored already; never changed once it is made.
 
     Thousands are made for a prompt. They are part of no cycle, and garbage collection need not know
     of them.
@@ -34,16 +35,13 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         start: Position of its first token in the request.
         stop: Position one past the last token.
         source_start: Position its first key was rotated for, which is its place in the stored path.
-        path: int64 [at least source_start + length - path_start], pool slots of the stored path,
-            on the pool's device.
-        path_start: Place in the stored path of the first slot.
+        source: Where the KV of the stored path lies.
     """
 
     start: int
     stop: int
     source_start: int
-    path: torch.Tensor
-    path_start: int = 0
+    source: KVSource
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -51,8 +49,7 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
     @property
     def slots(self) -> torch.Tensor:
         """int64 [length], pool slots of the stored KV, on the pool's device."""
-        first = self.source_start - self.path_start
-        return self.path[first : first + len(self)]
+        return self.source.take(self.source_start, self.source_start + len(self))
 
     def clip(self, start: int, stop: int) -> "ReusedSpan | None":
         """Return the part inside [start, stop), or None if there is none."""
@@ -62,7 +59,7 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         if start >= stop:
             return None
         moved = self.source_start + start - self.start
-        return ReusedSpan(start, stop, moved, self.path, self.path_start)
+        return ReusedSpan(start, stop, moved, self.source)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from sgl_blend.engine.trial_batch import borrowed_slots, prefill_batch
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
+from sgl_blend.fusion.sources import PoolSlots
 from sgl_blend.policies import POLICIES
 from sgl_blend.settings.config import BlendConfig
 
@@ -52,7 +53,7 @@ def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> None:
             pool[path] = 0  # memory that nobody wrote to may hold what is no number
         with prefill_batch(scheduler, slots) as batch:
             try:
-                finite = _gives_finite_logits(fusor, batch, _plan(path, config))
+                finite = _gives_finite_logits(fusor, batch, _plan(PoolSlots(path), config))
             # What a foreign model raises is not known; nothing of it is swallowed.
             except Exception as err:
                 raise UnsupportedError(
@@ -73,7 +74,7 @@ def _gives_finite_logits(fusor: Fusor, batch: ForwardBatch, plan: BlendPlan) -> 
     return bool(next_token_logits(output).isfinite().all())
 
 
-def _plan(path: torch.Tensor, config: BlendConfig) -> BlendPlan:
+def _plan(path: PoolSlots, config: BlendConfig) -> BlendPlan:
     policy = config.blend_policy
     if POLICIES[policy].skips_full_layers or POLICIES[policy].fixed_ratio is not None:
         policy = _SELECTING_POLICY

@@ -1,0 +1,1 @@
+"""What KV looks like in the pool: a file for each kind."""

@@ -1,0 +1,47 @@
+"""K and V per head, in a pool for each layer: multi-head and grouped-query attention."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_blend.fusion.layouts.base import Copy
+from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
+
+
+class MHALayout:
+    """The layout of a model whose attention has K and V heads.
+
+    Args:
+        pools: All layers of the model.
+        neox: Pairing of the rotary embedding, see rotate_keys.
+    """
+
+    def __init__(self, pools: LayerPools, *, neox: bool) -> None:
+        self._pools = pools
+        self._neox = neox
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether it lies in the memory of a CUDA device."""
+        return self._pools.k[0].is_cuda
+
+    def copy(self, one: Copy) -> None:
+        """Copy KV to other slots, and turn its keys to other positions."""
+        copy_rotated_layers(
+            self._pools,
+            one.layers,
+            one.source_slots,
+            one.dest_slots,
+            one.cos,
+            one.sin,
+            neox=self._neox,
+        )
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Write zeros in all layers; slots is int64 [n]."""
+        for buffer in (*self._pools.k, *self._pools.v):
+            buffer[slots] = 0
+
+    def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of one layer by slot, each [slots, heads, head_dim]."""
+        return self._pools.k[number], self._pools.v[number]
