@@ -120,8 +120,7 @@ class Rounds:
         self._scheduler = scheduler
         self._tp_group = tp_group
         self._round: Round | None = None
-        self._quiet_until_s = 0.0
-        self._prefill_ended = False
+        self._prefill_ended_s = -QUIET_S
         self._step_ran = False
 
     def begin(self, running_batch: ScheduleBatch) -> None:
@@ -132,22 +131,20 @@ class Rounds:
         """
         take_out(running_batch, is_internal)
         if not any(job.num_pending or job.is_running for job in self.jobs):
-            self._round, self._prefill_ended, self._step_ran = None, False, False
+            self._round, self._step_ran = None, False
             for job in self.jobs:
                 job.pause()
             return
-        (now_s,) = self._tp_group.agree([time.monotonic()])
+        now_s, ended_s = self._tp_group.agree([time.monotonic(), self._prefill_ended_s])
         for job in self.jobs:
             job.collect(now_s)
-        self._round = self._look(now_s, running_batch)
+        self._round = self._look(now_s, ended_s + QUIET_S, running_batch)
         for job in self.jobs:
             if not job.offer(self._round):
                 return
 
-    def _look(self, now_s: float, running_batch: ScheduleBatch) -> Round:
+    def _look(self, now_s: float, quiet_until_s: float, running_batch: ScheduleBatch) -> Round:
         scheduler = self._scheduler
-        if self._prefill_ended:
-            self._quiet_until_s, self._prefill_ended = now_s + QUIET_S, False
         waited, decoded = somebody_waits(scheduler), is_decoding(running_batch)
         rests = self._step_ran and (waited or decoded)
         self._step_ran = False
@@ -159,7 +156,7 @@ class Rounds:
             is_open=takes_background_work(scheduler)
             and not (rests or is_running or has_cut_request(scheduler)),
             holds_first_tokens=holds_back_tokens(scheduler, is_internal),
-            quiet_until_s=self._quiet_until_s,
+            quiet_until_s=quiet_until_s,
         )
 
     def end(self) -> None:
@@ -174,8 +171,11 @@ class Rounds:
         return next(job for job in self.jobs if job.owns(req)).admit(req, adder, add)
 
     def prefill_ended(self) -> None:
-        """Note that a client's prefill has just ended, and its first token is on its way."""
-        self._prefill_ended = True
+        """Note that a client's prefill has just ended, and its first token is on its way.
+
+        Each rank reads its own clock. In a round only the first rank's reading counts.
+        """
+        self._prefill_ended_s = time.monotonic()
 
     def interrupt(self) -> None:
         """Note that the step in flight was ended by an order, so that its duration tells nothing."""
