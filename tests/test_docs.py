@@ -88,6 +88,6 @@ def test_the_readme_is_short_and_its_sentences_are_too() -> None:
     lines = [
         line for line in prose(readme).splitlines() if line[:1] not in ("#", "|", "!", "<", "-")
     ]
-    text = LINK.sub("]", " ".join(" " if not line else line for line in lines))
+    text = LINK.sub("]", " ".join(lines))
     sentences = [part for part in re.split(r"(?<=[.?:])\s", text) if part.strip()]
     assert statistics.median(len(sentence.split()) for sentence in sentences) <= 14

@@ -139,10 +139,10 @@ def closed_loop() -> str:
     for figure in ("decode share", "gap share", "end to end", "ttft"):
         for server, name in (("blend", "blending"), ("null", "a second stock server")):
             shares = found[server][figure]
-            cells = (
-                f"{signed(shares[q]['value'])} [{signed(shares[q]['low'])}, {signed(shares[q]['high'])}]"
-                for q in ("p50", "p90", "max")
-            )
+            cells = []
+            for quantile in ("p50", "p90", "max"):
+                value, low, high = (signed(shares[quantile][k]) for k in ("value", "low", "high"))
+                cells.append(f"{value} [{low}, {high}]")
             rows.append((f"{figure}, {name}", shares["pairs"], *cells))
     header = ("against stock", "pairs", "p50", "p90", "largest")
     told = circumstances(found, "benchmarks/closed_loop.py", "command of the blending server")
@@ -182,8 +182,8 @@ def profile() -> str:
     rows.append(("everything else: scheduler, sampling, HTTP", ms(rest), percent(rest / total)))
     tokens = found["tokens"]
     told = (
-        f"A prompt of {tokens['prompt_tokens']:,} tokens: {tokens['prefix_tokens']} exact from the cache, "
-        f"{tokens['reused_tokens']:,} reused, {tokens['recomputed_tokens']} recomputed, "
+        f"A prompt of {tokens['prompt_tokens']:,} tokens: {tokens['prefix_tokens']} exact from the "
+        f"cache, {tokens['reused_tokens']:,} reused, {tokens['recomputed_tokens']} recomputed, "
         f"{tokens['computed_tokens']} computed. TTFT is {1000 * total:,.0f} ms under the profiler "
         f"and {1000 * found['ttft_s']:,.0f} ms without it.\n\n"
     )
