@@ -66,6 +66,7 @@ verify-demo: $(READY)
 
 quality: $(READY)
 	$(ONE_THREAD) $(PY) benchmarks/quality.py --docs docs/quality.md --plot docs/quality.png
+	$(PY) tools/docs_pages.py
 
 lint: $(READY)
 	$(PY) -m ruff check .
