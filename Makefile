@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format bench-cold clean
+.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold clean
 
 setup: $(READY)
 
@@ -22,7 +22,7 @@ ifeq ($(GPU),yes)
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --upgrade "pip>=25.1"
-	$(PY) -m pip install -e ".[sglang,eval,bench]" --group test --group lint --group demo
+	$(PY) -m pip install -e ".[sglang,eval,bench]" --group test --group lint --group demo --group docs
 	touch $@
 else
 $(READY): requirements/cpu.lock pyproject.toml tools/cpu_platform/pyproject.toml
@@ -66,6 +66,7 @@ verify-demo: $(READY)
 
 quality: $(READY)
 	$(ONE_THREAD) $(PY) benchmarks/quality.py --docs docs/quality.md --plot docs/quality.png
+	$(PY) tools/docs_pages.py
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -75,6 +76,11 @@ lint: $(READY)
 format: $(READY)
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+# The tables must be current, and every link must lead somewhere.
+docs: $(READY)
+	$(PY) tools/docs_pages.py --check
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site
 
 bench-cold: $(READY)
 	$(PY) benchmarks/cold.py

@@ -1,4 +1,4 @@
-"""Every policy on the test model: the tables of docs/quality.md and the plot of the README.
+"""Every policy on the test model: the tables and the plot of docs/quality.md.
 
     make quality       # writes benchmarks/results/quality-seed1.json, docs/quality.md, docs/quality.png
 

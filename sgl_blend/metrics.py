@@ -14,6 +14,27 @@ _COUNTED = (
     "chunk_hits",
     "chunk_misses",
 )
+COUNTERS = {
+    "requests": "Requests whose prefill is done.",
+    "blended": "Requests that took chunk KV as it was.",
+    "prompt_tokens": "Prompt tokens, separators not counted.",
+    "prefix_tokens": "Prompt tokens whose exact KV was in the cache.",
+    "reused_tokens": "Prompt tokens whose chunk KV was taken as it was.",
+    "recomputed_tokens": "Prompt tokens of reused chunks that were recomputed.",
+    "computed_tokens": "Prompt tokens that were prefilled as usual.",
+    "chunk_hits": "Chunks of which KV was reused.",
+    "chunk_misses": "Chunks that were not stored.",
+}
+"""Prometheus counters of all requests; each is named ``sgl_blend:NAME_total``."""
+FALLBACK_COUNTER = "Requests not blended, by reason."
+CANARY_COUNTERS = {
+    "compared": "Blended requests compared to full prefill.",
+    "agreed": "Of those, first tokens that agreed.",
+    "skipped": "Requests picked and not compared.",
+}
+"""Prometheus counters of the canary; each is named ``sgl_blend:canary_NAME_total``."""
+CANARY_KL = "KL of the first token's distribution to full prefill's, in nats."
+CANARY_TRIPPED = "1 once the canary has switched blending off."
 _KL_BUCKETS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -89,24 +110,19 @@ class _PrometheusCanary:
         from prometheus_client import Gauge, Histogram
 
         names = list(labels)
-        self.compared = PrometheusCounter(
-            "sgl_blend:canary_compared_total", "Blended requests compared to full prefill.", names
-        ).labels(**labels)
-        self.agreed = PrometheusCounter(
-            "sgl_blend:canary_agreed_total", "Of those, first tokens that agreed.", names
-        ).labels(**labels)
-        self.skipped = PrometheusCounter(
-            "sgl_blend:canary_skipped_total", "Requests picked and not compared.", names
-        ).labels(**labels)
+        self.compared, self.agreed, self.skipped = (
+            PrometheusCounter(f"sgl_blend:canary_{name}_total", text, names).labels(**labels)
+            for name, text in CANARY_COUNTERS.items()
+        )
         self.kl = Histogram(
             "sgl_blend:canary_kl",
-            "KL of the first token's distribution to full prefill's, in nats.",
+            CANARY_KL,
             names,
             buckets=_KL_BUCKETS,
         ).labels(**labels)
         self.tripped = Gauge(
             "sgl_blend:canary_tripped",
-            "1 once the canary has switched blending off.",
+            CANARY_TRIPPED,
             names,
             multiprocess_mode="mostrecent",
         ).labels(**labels)
@@ -121,20 +137,10 @@ class _PrometheusCounters:
         names = list(labels)
         self._counters = {
             name: PrometheusCounter(f"sgl_blend:{name}_total", text, names)
-            for name, text in {
-                "requests": "Requests whose prefill is done.",
-                "blended": "Requests that took chunk KV as it was.",
-                "prompt_tokens": "Prompt tokens, separators not counted.",
-                "prefix_tokens": "Prompt tokens whose exact KV was in the cache.",
-                "reused_tokens": "Prompt tokens whose chunk KV was taken as it was.",
-                "recomputed_tokens": "Prompt tokens of reused chunks that were recomputed.",
-                "computed_tokens": "Prompt tokens that were prefilled as usual.",
-                "chunk_hits": "Chunks of which KV was reused.",
-                "chunk_misses": "Chunks that were not stored.",
-            }.items()
+            for name, text in COUNTERS.items()
         }
         self._fallback = PrometheusCounter(
-            "sgl_blend:fallback_total", "Requests not blended, by reason.", [*names, "reason"]
+            "sgl_blend:fallback_total", FALLBACK_COUNTER, [*names, "reason"]
         )
 
     def add(self, counts: dict[str, int], fallback: FallbackReason | None) -> None:

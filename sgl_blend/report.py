@@ -11,17 +11,18 @@ class BlendReport(msgspec.Struct, kw_only=True):
     """Tokens by how their KV came about; prefix, reused, recomputed and computed add up to the prompt.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt, separators taken out.
-        prefix_tokens: Exact KV from the cache.
-        reused_tokens: Chunk KV, taken as it was.
+        prompt_tokens: Tokens of the prompt. Separators do not count.
+        prefix_tokens: Tokens whose exact KV was in the cache.
+        reused_tokens: Tokens whose chunk KV was taken as it was.
         recomputed_tokens: Tokens of reused chunks that were computed in the upper layers as well.
         computed_tokens: Tokens that were prefilled as usual.
-        layer_rows: Over all layers, how many rows were computed in each.
-        chunk_hits: Chunks of which KV was found.
-        chunk_misses: Chunks that were not stored.
-        policy: Name of the selection policy.
-        ratio: Share of the reused tokens to recompute.
-        fallback: Why the request was not blended; None if it was.
+        layer_rows: Computed tokens, added up over all layers: the true cost. A full prefill has tokens
+            times layers.
+        chunk_hits: Chunks after the prefix of which KV was found.
+        chunk_misses: Chunks after the prefix that were not stored.
+        policy: The policy that chose the recomputed tokens.
+        ratio: Share of the tokens of reused chunks that was to be recomputed.
+        fallback: Code of the reason why no chunk was reused at another place; None if one was.
     """
 
     prompt_tokens: int

@@ -22,7 +22,7 @@ import torch
 from harness import Answer, Driver, Prompt, largest_difference
 
 TOLERANCE = 1e-4
-"""Law L1's bound on logits in float32 (docs/design.md)."""
+"""Law L1's bound on logits in float32 (docs/laws.md)."""
 
 _REFERENCE = "reference"
 """Client salt of the full prefills; blended requests have others."""

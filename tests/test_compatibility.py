@@ -1,7 +1,6 @@
 """What is refused at start, held against SGLang's real flags, so that a renamed one is noticed."""
 
 import argparse
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,15 +12,12 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_blend.engine.compatibility import (
     REFUSALS,
-    SERVED,
     Refusal,
     check_layers,
     check_runner,
     check_server_args,
 )
 from sgl_blend.errors import UnsupportedError
-
-ROOT = Path(__file__).parents[1]
 
 # Flags that take a value, and one that blending cannot be combined with.
 VALUES = {
@@ -259,20 +255,3 @@ def test_a_layer_whose_residual_cannot_follow_is_refused() -> None:
     del strange.post_attention_layernorm
     with pytest.raises(UnsupportedError, match="layer 1 has no post_attention_layernorm"):
         check_layers([layer(), strange])
-
-
-def test_the_tables_in_docs_are_current() -> None:
-    import sys
-
-    sys.path.append(str(ROOT / "tools"))
-    from roads_table import PAGE, with_tables
-
-    page = PAGE.read_text()
-    assert with_tables(page) == page, "run tools/roads_table.py"
-
-
-def test_every_test_that_the_docs_name_exists() -> None:
-    named = {path for road in SERVED for path in road.test.split(", ") if path.startswith("tests/")}
-    assert named
-    for path in named:
-        assert (ROOT / path).is_file(), path

@@ -1,4 +1,4 @@
-"""The laws of docs/design.md on SGLang's real scheduler, pool and model."""
+"""The laws of docs/laws.md on SGLang's real scheduler, pool and model."""
 
 from collections.abc import Callable
 from typing import Any

@@ -30,7 +30,7 @@ CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(3)]
 QUESTION = random_tokens(99, 20)
 HEADS, KV_HEADS, DIM, THETA, EPS = 4, 2, 16, 10000.0, 1e-6
 MAX_ASKED = 128
-"""A query-aware policy asks the last so many rows of a long question (docs/design.md)."""
+"""A query-aware policy asks the last so many rows of a long question (docs/reference/policies.md)."""
 TOLERANCE = 2e-4
 """On log-probabilities; the engine computes in float32."""
 

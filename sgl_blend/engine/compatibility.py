@@ -134,8 +134,8 @@ go through the same checks as HTTP requests."""
 
 
 @dataclass(frozen=True, slots=True)
-class Road:
-    """A way through SGLang that blending takes, and the test that shows it."""
+class Feature:
+    """A feature of SGLang that is served with blending, and the test that shows it."""
 
     name: str
     how: str
@@ -143,76 +143,76 @@ class Road:
 
 
 SERVED = (
-    Road(
+    Feature(
         "chunked prefill",
         "each step blends its window; a chunk cut by a step is reused in both",
         "tests/test_roads.py",
     ),
-    Road(
+    Feature(
         "mixed prefill and decode batches",
         "decode rows are kept, each a step of one row",
         "tests/test_laws.py",
     ),
-    Road(
+    Feature(
         "overlap schedule",
         "a plan is held until the result of its last step is looked at",
         "tests/test_roads.py, tests/test_patterns.py",
     ),
-    Road(
+    Feature(
         "eviction all the time",
         "chunks of a plan are locked; the others are built again",
         "tests/test_lifecycle.py, tests/test_chunk_store.py",
     ),
-    Road(
+    Feature(
         "retraction, preemption, priorities",
         "planned anew when admitted again",
         "tests/test_lifecycle.py, tests/test_roads.py",
     ),
-    Road(
+    Feature(
         "abort at every stage",
         "locks go back with the request's memory",
         "tests/test_lifecycle.py, tests/test_roads.py",
     ),
-    Road(
+    Feature(
         "pages of several tokens",
         "matches end at pages, copies do not care",
         "tests/test_laws.py, tests/test_patterns.py",
     ),
-    Road(
+    Feature(
         "tensor parallelism",
         "scores are summed over the ranks; the first rank's clock counts",
         "tests/test_ranks.py",
     ),
-    Road(
+    Feature(
         "data-parallel replicas",
         "each has a cache of its own; route by documents for hits",
         "tests/test_server.py",
     ),
-    Road(
+    Feature(
         "sessions",
         "separators and spans count in the turn's own tokens; earlier turns are its prefix",
         "tests/test_roads.py",
     ),
-    Road("n > 1", "samples share the first one's blended prefix", "tests/test_server.py"),
-    Road("constrained decoding, logit processors", "decoding is stock", "tests/test_server.py"),
-    Road("streaming", "the report comes with the first token", "tests/test_server.py"),
-    Road(
+    Feature("n > 1", "samples share the first one's blended prefix", "tests/test_server.py"),
+    Feature("constrained decoding, logit processors", "decoding is stock", "tests/test_server.py"),
+    Feature("streaming", "the report comes with the first token", "tests/test_server.py"),
+    Feature(
         "logprobs of the prompt",
         "rows from logprob_start_len on are computed",
         "tests/test_laws.py",
     ),
-    Road(
+    Feature(
         "flush, weight updates, memory release, pause",
         "background work is taken back first; new weights never meet chunks of old ones",
         "tests/test_orders.py, tests/test_operator.py",
     ),
-    Road(
+    Feature(
         "decode graphs, torch.compile of decoding",
         "blending ends with the prefill",
         "not run on a GPU yet",
     ),
 )
-"""What is served, for docs/roads.md."""
+"""What is served, for docs/compatibility.md."""
 
 
 MODELS: tuple[str, ...] = (

@@ -15,7 +15,14 @@ PARAM_PREFIX = "sgl_blend"
 RESERVED_SALT = "sgl-blend:"
 """Cache salts and extra keys of clients must not begin like this: our own namespaces do."""
 
-_PARAMS = ("sgl_blend", "sgl_blend_ratio", "sgl_blend_policy", "sgl_blend_spans")
+PARAMS = {
+    "sgl_blend": "false serves this request in full; true is the default.",
+    "sgl_blend_ratio": "A number from 0 to 1, in place of --blend-recompute-ratio.",
+    "sgl_blend_policy": "A policy by name, in place of --blend-policy.",
+    "sgl_blend_spans": "Chunks by token offsets, a flat list [start0, end0, start1, end1, ...]. Spans "
+    "ascend, hold a token at least and do not overlap. Separators then mark nothing.",
+}
+"""What a client may put into ``custom_params``."""
 _SCALAR = (str, int, float, bool, type(None))
 _INT64 = 1 << 63
 
@@ -62,8 +69,8 @@ def parse_overrides(custom_params: Mapping[str, Any] | None, config: BlendConfig
     """
     params = custom_params or {}
     for name in params:
-        if name.startswith(PARAM_PREFIX) and name not in _PARAMS:
-            raise RequestError(f"{name:.80} is not known; expected one of {', '.join(_PARAMS)}")
+        if name.startswith(PARAM_PREFIX) and name not in PARAMS:
+            raise RequestError(f"{name:.80} is not known; expected one of {', '.join(PARAMS)}")
     enabled = params.get("sgl_blend", True)
     if not isinstance(enabled, bool):
         raise RequestError(f"sgl_blend must be true or false, got {enabled!r:.80}")

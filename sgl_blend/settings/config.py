@@ -22,34 +22,44 @@ ATTENTION = ("auto", "flashinfer", "triton", "torch")
 BUILD_PREFIXES = ("first", "bos", "none", "sinks")
 
 _HELP = {
-    "enable_blend": "Reuse the KV of text chunks wherever they stand in a prompt (CacheBlend).",
-    "blend_recompute_ratio": "Share of the reused tokens that is recomputed, in [0, 1].",
-    "blend_policy": f"Which reused tokens are recomputed: {', '.join(NAMED)}.",
-    "blend_check_layer": "Layer whose KV deviation selects the tokens; layers up to it are computed "
-    "in full.",
-    "blend_separator": "Special token that separates chunks in a prompt; by default one that the "
-    "model does not use is chosen from the tokenizer.",
-    "blend_min_chunk_tokens": "Shorter chunks are computed, not reused.",
-    "blend_on_miss": "compute: answer at once as stock SGLang does and build missing chunks in the "
-    "background; build: build them first, so that an answer never depends on the cache.",
-    "blend_build_prefix": "What chunks are built behind. first: the text before the prompt's first "
-    "chunk; bos: BOS; none: nothing; sinks: four BOS tokens that are never used (LegoLink-0).",
-    "blend_max_build_prefix": "With first: text of more tokens than this is replaced by BOS.",
-    "blend_profile": "File written by sgl-blend verify; settings left at their default are taken "
-    "from it, and another model than the one it was made for is refused.",
-    "blend_eval": "Allow what only an evaluation should ask for: the oracle policy, which prefills "
-    "in full to choose tokens.",
-    "blend_canary_rate": "Share of the blended requests, in [0, 1], that is prefilled in full as "
-    "well when nobody waits, to compare the first token's distribution; 0: none.",
-    "blend_when": "faster: only where this machine's own times, measured at start, say that it wins; "
-    "always: whenever a chunk is stored. With --blend-on-miss build, always is what holds.",
-    "blend_attention": "What attends for the rows that are left: flashinfer, triton (both CUDA only), "
-    "torch; auto: the one that a trial at start finds fastest.",
-    "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill batch: more "
-    "requests share one, and up to twice as many rows pass the layers below the check layer at once.",
+    "enable_blend": "Turn blending on: reuse the stored KV of a text chunk wherever it stands "
+    "in a prompt (CacheBlend). Every other blend flag needs this one.",
+    "blend_recompute_ratio": "Share of the reused tokens that is computed again, from 0 to 1. A "
+    "larger share is slower and nearer to a full prefill.",
+    "blend_policy": f"Which reused tokens are computed again: {', '.join(NAMED)}.",
+    "blend_check_layer": "Layer in which those tokens are chosen. Every token goes through the "
+    "layers up to this one, so a later layer is slower and sees more. Layers count from 0.",
+    "blend_separator": "Special token that marks chunks in a prompt. By default the server "
+    "picks one that the model does not use, logs it at start and shows it in /server_info.",
+    "blend_min_chunk_tokens": "Chunks of fewer tokens are computed like other text, never reused.",
+    "blend_on_miss": "What happens to a chunk that is not stored yet. compute: it is computed "
+    "as a part of this prompt, and stored afterwards in the background. build: it is stored "
+    "first, so an answer never depends on what the cache held.",
+    "blend_build_prefix": "What stands before a chunk while its KV is computed for the cache. "
+    "first: the prompt's text before its first chunk. bos: the BOS token. none: nothing. sinks: "
+    "four BOS tokens that are thrown away (EPIC's LegoLink-0).",
+    "blend_max_build_prefix": "With --blend-build-prefix first: a text of more tokens than this "
+    "is replaced by BOS.",
+    "blend_profile": "File that sgl-blend verify wrote for this model. Flags that are left at "
+    "their default are taken from it. A profile of another model is refused.",
+    "blend_eval": "For evaluations only. Allow policies that prefill in full before they "
+    "choose, such as oracle, and start even if the rotation of keys is not exact enough.",
+    "blend_canary_rate": "Share of the blended requests, from 0 to 1, that is prefilled in full "
+    "as well when nobody waits. The two distributions of the first token are compared. 0 compares "
+    "none.",
+    "blend_when": "faster: blend only where this machine's own times, measured at start, say "
+    "that it wins. always: blend whenever a chunk is stored. With --blend-on-miss build, always "
+    "is what holds.",
+    "blend_attention": "Code that computes attention for the tokens that are computed again. "
+    "triton and flashinfer need CUDA, torch runs everywhere. auto: the one that a trial at start "
+    "finds fastest.",
+    "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill "
+    "batch. More requests then share a batch, and up to twice as many rows pass the layers below "
+    "the check layer at once.",
     "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
-    "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last comparisons, "
-    "in nats; by Pinsker's inequality 0.5 lets at most half of the first token's probability move.",
+    "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last "
+    "comparisons, in nats. By Pinsker's inequality 0.5 lets at most half of the first token's "
+    "probability move.",
 }
 
 

@@ -1,0 +1,93 @@
+"""The documentation is current: tables, links, and how long the README is."""
+
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgl_blend.engine.compatibility import SERVED
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "tools"))
+
+from docs_pages import BLOCKS, blocks_of, pages, stale_pages, with_tables  # noqa: E402
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PAGES = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "*/README.md",
+        "examples/*/README.md",
+        "benchmarks/*.md",
+    )
+    for path in ROOT.glob(pattern)
+)
+
+
+def prose(path: Path) -> str:
+    return FENCE.sub("", path.read_text())
+
+
+def anchors(path: Path) -> set[str]:
+    """Return what links may name on a page, as GitHub and mkdocs make it of headings."""
+    titles = re.findall(r"^#+ (.*)$", prose(path), re.MULTILINE)
+    plain = (
+        re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", title)).strip().lower() for title in titles
+    )
+    return {title.replace(" ", "-") for title in plain}
+
+
+def test_tables_are_what_the_code_and_the_results_say() -> None:
+    stale = [str(path.relative_to(ROOT)) for path in stale_pages()]
+    assert stale == [], "run tools/docs_pages.py"
+
+
+def test_every_table_is_on_one_page() -> None:
+    found = [name for path in pages() for name in blocks_of(path.read_text())]
+    assert sorted(found) == sorted(BLOCKS)
+
+
+def test_every_file_of_results_has_a_table() -> None:
+    files = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert files <= set(blocks_of((ROOT / "docs" / "benchmarks.md").read_text()))
+
+
+def test_a_changed_table_is_seen() -> None:
+    page = "# A page\n\n<!-- generated: versions -->\n\n- 0.0.0\n\n<!-- end of generated -->\n"
+    assert with_tables(page) != page
+    assert with_tables(with_tables(page)) == with_tables(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors(target), link
+
+
+def test_every_test_that_the_features_name_exists() -> None:
+    named = {path for one in SERVED for path in one.test.split(", ") if path.startswith("tests/")}
+    assert named
+    for path in named:
+        assert (ROOT / path).is_file(), path
+
+
+def test_the_readme_is_short_and_its_sentences_are_too() -> None:
+    readme = ROOT / "README.md"
+    assert len(readme.read_text().splitlines()) <= 100
+    lines = [
+        line for line in prose(readme).splitlines() if line[:1] not in ("#", "|", "!", "<", "-")
+    ]
+    text = LINK.sub("]", " ".join(lines))
+    sentences = [part for part in re.split(r"(?<=[.?:])\s", text) if part.strip()]
+    assert statistics.median(len(sentence.split()) for sentence in sentences) <= 14

@@ -1,0 +1,268 @@
+"""Tables of the files in benchmarks/results, for docs/benchmarks.md."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+UNKNOWN = "not recorded"
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return a file of results."""
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return found
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table of Markdown, with figures to the right of the first column."""
+    marks = ["---", *["---:"] * (len(header) - 1)]
+    lines = [header, marks, *rows]
+    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
+
+
+def circumstances(found: dict[str, Any], script: str, command_of: str = "command") -> str:
+    """Return under which circumstances a result was measured, as far as the file holds them."""
+    machine = found.get("machine", UNKNOWN)
+    if isinstance(machine, dict):
+        machine = (
+            f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}"
+        )
+    versions = found.get("versions")
+    told = (
+        ", ".join(f"{name} {number}" for name, number in versions.items()) if versions else UNKNOWN
+    )
+    command = found.get("command")
+    date = str(found.get("date", UNKNOWN))
+    lines = [
+        f"- measured by: `{script}`",
+        f"- {command_of}: {UNKNOWN if command is None else f'`{command}`'}",
+        f"- machine: {machine}",
+        f"- date: {date.partition('T')[0]}",
+        f"- versions: {told}",
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def signed(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def interval(low: float, high: float, digits: int = 3) -> str:
+    return f"[{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g}"
+
+
+def cold() -> str:
+    found = load("cold.json")
+    rows = [
+        (
+            case,
+            sum(len(of_a_round) for of_a_round in found[case]["pairs"]),
+            f"{found[case]['stock_ttft_s']:.3f}",
+            f"{found[case]['blend_ttft_s']:.3f}",
+            signed(found[case]["overhead"]),
+            ", ".join(signed(part) for part in found[case]["overhead_by_round"]),
+        )
+        for case in ("cold", "plain", "short")
+    ]
+    header = ("requests", "pairs", "stock TTFT, s", "blending TTFT, s", "difference", "by round")
+    environment = f"- environment: `{' '.join(found['environment'])}`\n"
+    told = circumstances(found, "benchmarks/cold.py")
+    return told.rstrip("\n") + f"\n{environment}\n" + table(header, rows)
+
+
+def off() -> str:
+    found = load("off.json")
+    rows = [
+        (
+            name,
+            len(found[name]["pairs"]),
+            f"{found[name]['ratio']:.3f}",
+            interval(*found[name]["ci95"]),
+        )
+        for name in ("ttft", "throughput")
+    ]
+    header = ("what", "pairs", "speed beside stock, median", "95 % interval")
+    return circumstances(found, "benchmarks/off.py") + table(header, rows)
+
+
+def fair() -> str:
+    found = load("fair.json")
+    stock, blend = found["ttft_p50_s"]["stock"], found["ttft_p50_s"]["blend"]
+    rows = [
+        (
+            kind,
+            found["requests"][kind],
+            f"{stock[kind]:.2f}",
+            f"{blend[kind]:.2f}",
+            f"{blend[kind] / stock[kind]:.2f}",
+        )
+        for kind in ("plain", "rag")
+    ]
+    header = ("requests", "number", "stock TTFT p50, s", "blending TTFT p50, s", "ratio")
+    return circumstances(found, "benchmarks/fair.py") + table(header, rows)
+
+
+def match() -> str:
+    found = load("match.json")
+    kinds = {
+        "intake_ms": "read the prompt",
+        "new_ms": "first lookup",
+        "unchanged_ms": "again, cache unchanged",
+        "changed_ms": "again, after an eviction",
+        "tree_ms": "SGLang's tree alone",
+        "fixed_ms": "fixed arithmetic",
+    }
+    rows = [
+        (
+            f"{case['prompt_tokens']:,} in chunks of {case['chunk_tokens']}",
+            f"{case['chunks_hit_per_prompt']:,.0f}",
+            *(f"{case[kind]['p50']:.2f} / {case[kind]['p99']:.2f}" for kind in kinds),
+        )
+        for case in found["cases"]
+    ]
+    told = (
+        f"{found['chunks']:,} chunks are stored. {found['prompts']} prompts a case. "
+        "Times are p50 / p99 in milliseconds.\n\n"
+    )
+    header = ("prompt tokens", "chunks found", *kinds.values())
+    return circumstances(found, "benchmarks/match.py") + told + table(header, rows)
+
+
+def closed_loop() -> str:
+    found = load("closed-loop.json")
+    rows = []
+    for figure in ("decode share", "gap share", "end to end", "ttft"):
+        for server, name in (("blend", "blending"), ("null", "a second stock server")):
+            shares = found[server][figure]
+            cells = []
+            for quantile in ("p50", "p90", "max"):
+                value, low, high = (signed(shares[quantile][k]) for k in ("value", "low", "high"))
+                cells.append(f"{value} [{low}, {high}]")
+            rows.append((f"{figure}, {name}", shares["pairs"], *cells))
+    header = ("against stock", "pairs", "p50", "p90", "largest")
+    told = circumstances(found, "benchmarks/closed_loop.py", "command of the blending server")
+    return told + table(header, rows)
+
+
+def soak() -> str:
+    found = load("soak.json")
+    rows: list[tuple[str, object]] = [
+        ("requests", f"{found['requests']:,}"),
+        ("requests per second", f"{found['requests_per_s']:.2f}"),
+        ("answers compared with a stock server", found["counts"]["compared"]),
+        ("violations", len(found["violations"])),
+        ("orders of an operator", sum(found["operations"].values())),
+        ("malformed requests", found["counts"]["malformed"]),
+        ("clients that hung up", found["counts"]["hung up"]),
+        ("requests retracted by SGLang", found["retracted"]),
+        ("chunks built", f"{found['chunks_built']:,}"),
+        ("growth of memory", percent(found["rss_growth"], 2)),
+    ]
+    for kind, times in found["ttft_ms"].items():
+        told = f"{times['p50']:.0f} and {times['p99']:.0f}"
+        rows.append((f"TTFT of {kind} requests, p50 and p99, ms", told))
+    known = circumstances(found, "make soak", "command of the server")
+    return known + table(("what", "figure"), rows)
+
+
+def profile() -> str:
+    found = load("profile-demo-cpu.json")
+    phases, total = found["phases"]["host"], found["traced_ttft_s"]
+    measured = sorted(phases.items(), key=lambda item: -item[1])
+    rows = [(name, ms(seconds), percent(seconds / total)) for name, seconds in measured]
+    rest = total - sum(phases.values())
+    rows.append(("everything else: scheduler, sampling, HTTP", ms(rest), percent(rest / total)))
+    tokens = found["tokens"]
+    told = (
+        f"A prompt of {tokens['prompt_tokens']:,} tokens: {tokens['prefix_tokens']} exact from the "
+        f"cache, {tokens['reused_tokens']:,} reused, {tokens['recomputed_tokens']} recomputed, "
+        f"{tokens['computed_tokens']} computed. TTFT is {1000 * total:,.0f} ms under the profiler "
+        f"and {1000 * found['ttft_s']:,.0f} ms without it.\n\n"
+    )
+    known = circumstances(found["circumstances"], "sgl-blend bench profile")
+    return known + told + table(("phase", "ms", "share"), rows)
+
+
+def _answers(name: str) -> str:
+    found = load(name)
+    rows = [
+        (
+            row["policy"],
+            f"{row['ratio']:g}",
+            row["check_layer"] or "",
+            f"{row['accuracy']:.3f} {interval(*row['ci95'])}",
+            f"{row['kl']:.2g}",
+            percent(row["recomputed_share"], 0),
+            percent(row["layer_rows_share"], 0),
+        )
+        for row in found["rows"]
+    ]
+    header = ("policy", "ratio", "check layer", "accuracy, 95 %", "KL, nats", "recomputed", "cost")
+    told = f"Model `{found['model']}`, {found['rows'][0]['n']} prompts.\n\n"
+    return circumstances(found, "make eval") + told + table(header, rows)
+
+
+def _qualities(name: str) -> str:
+    found = load(name)
+    titles = {
+        "check1": "check layer 1",
+        "check2": "check layer 2",
+        "check3": "check layer 3",
+        "prefixes": "build prefixes",
+        "gaps": "the latest of two statements",
+    }
+    chosen = {
+        part: [row["accuracy"] for row in run["rows"] if row["policy"] not in ("full", "oracle")]
+        for part, run in found.items()
+    }
+    rows = [
+        (
+            titles[part],
+            run["rows"][0]["n"],
+            len(run["rows"]),
+            f"{run['rows'][0]['accuracy']:.3f}",
+            f"{max(chosen[part]):.3f}",
+            f"{min(chosen[part]):.3f}",
+        )
+        for part, run in found.items()
+    ]
+    header = (
+        "run",
+        "prompts",
+        "settings",
+        "accuracy, full prefill",
+        "best blended",
+        "worst blended",
+    )
+    first = found["check1"]
+    told = (
+        f"Model `{first['model']}`. The command is that of the first run. Best and worst are over all "
+        "settings but those of the oracle.\n\n"
+    )
+    return circumstances(first, "make quality") + told + table(header, rows)
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "cold": cold,
+    "off": off,
+    "fair": fair,
+    "match": match,
+    "closed-loop": closed_loop,
+    "soak": soak,
+    "profile-demo-cpu": profile,
+    "eval-seed1": lambda: _answers("eval-seed1.json"),
+    "eval-seed2": lambda: _answers("eval-seed2.json"),
+    "quality-seed1": lambda: _qualities("quality-seed1.json"),
+    "quality-seed2": lambda: _qualities("quality-seed2.json"),
+}
+"""By the name of the file, without its ending."""
