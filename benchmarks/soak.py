@@ -1,7 +1,7 @@
 """A soak: everything that can happen to a server at once, for a long time, and nothing may go wrong.
 
     make soak                                            # 30 minutes
-    .venv/bin/python benchmarks/soak.py --minutes 3      # as in CI
+    .venv/bin/python -m benchmarks.soak --minutes 3      # as in CI
 
 A real server with --enable-blend serves the trained test model with far less KV memory than its traffic
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from soak_operators import Gate, Operator
-from soak_traffic import KINDS, Tally, Traffic
 
+from benchmarks.soak_operators import Gate, Operator
+from benchmarks.soak_traffic import KINDS, Tally, Traffic
 from sgl_blend.commands.common.records import describe_machine
 from sgl_blend.commands.common.server import Server, running
 

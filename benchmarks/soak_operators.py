@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from soak_traffic import TENANTS, Tally, Traffic
+
+from benchmarks.soak_traffic import TENANTS, Tally, Traffic
 
 MEAN_PAUSE_S = 8.0
 LEAVING_S = 1.0

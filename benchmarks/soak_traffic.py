@@ -2,19 +2,15 @@
 
 import asyncio
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "tinyrag"))
-
-from world import make_held_out
+from examples.tinyrag.world import make_held_out
 
 TENANTS = ("red", "green", "blue")
 SAMPLED = 0.02

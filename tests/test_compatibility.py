@@ -20,6 +20,7 @@ from sgl_blend.engine.compatibility import (
     check_server_args,
 )
 from sgl_blend.errors import UnsupportedError
+from tools.roads_table import PAGE, with_tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -262,11 +263,6 @@ def test_a_layer_whose_residual_cannot_follow_is_refused() -> None:
 
 
 def test_the_tables_in_docs_are_current() -> None:
-    import sys
-
-    sys.path.append(str(ROOT / "tools"))
-    from roads_table import PAGE, with_tables
-
     page = PAGE.read_text()
     assert with_tables(page) == page, "run tools/roads_table.py"
 

@@ -12,10 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from material import Material
-from measure import FATES, Run, kl_divergence, top1_agreement
 from rich import box
 from rich.table import Table
+
+from examples.demo.material import Material
+from examples.demo.measure import FATES, Run, kl_divergence, top1_agreement
 
 RATIO = 0.15
 """The default recompute ratio, the one the speed-up is promised for."""
@@ -162,7 +163,7 @@ def to_json(
         "vocab_size": material.vocab_size,
         "wall_s": round(wall_s, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python examples/demo/run.py",
+        "command": "python -m examples.demo.run",
         "server_commands": dict(commands),
         "commit": _commit(),
         "cpu": _cpu(),
