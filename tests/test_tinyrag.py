@@ -17,18 +17,15 @@ from safetensors.torch import load_file
 from examples.tinyrag.network import TinyLlama, shape_of
 from examples.tinyrag.tokenizer import save_tokenizer
 from examples.tinyrag.train import make_batch
+from examples.tinyrag.words import NAMES, THINGS, VERBS, vocabulary
 from examples.tinyrag.world import (
     FULL,
     KINDS,
     LATEST_GAP,
-    NAMES,
     SHARES,
     STAGES,
-    THINGS,
-    VERBS,
     make_example,
     make_held_out,
-    vocabulary,
 )
 from sgl_blend.commands.evaluation.items import ItemLine
 from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder, make_prompt

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from examples.tinyrag.world import ASK, BOS, CHUNK, EOS, PAD, SPECIAL, UNKNOWN, vocabulary
+from examples.tinyrag.words import ASK, BOS, CHUNK, EOS, PAD, SPECIAL, UNKNOWN, vocabulary
 
 TEMPLATES = {
     "system_template": "{system}",

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from examples.tinyrag.network import Guides, Shape, TinyLlama, save_hf, shape_settings
 from examples.tinyrag.tokenizer import save_tokenizer
-from examples.tinyrag.world import FULL, KINDS, STAGES, Example, Size, make_example, vocabulary
+from examples.tinyrag.words import vocabulary
+from examples.tinyrag.world import FULL, KINDS, STAGES, Example, Size, make_example
 
 Heads = dict[str, tuple[tuple[int, int], ...]]
 
