@@ -7,7 +7,7 @@ request leaves when the last one has ended. Most chunks miss, so the blending se
 to run, and a closed loop leaves it no moment but those between a request's own decode steps.
 
 The prompts are the same on all servers, a block of them on one server at a time, the order of the
-servers changing from block to block. Behind a block the builds are waited for, because they would slow
+servers changing from block to block. After a block the builds are waited for, because they would slow
 the next server down. A block's first request meets no builds of others and is left out. So each request
 makes a pair with stock's, and so does each of the second stock server's: the null control, which shows
 what the machine's own noise does to every figure.

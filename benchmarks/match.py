@@ -2,7 +2,7 @@
 
 SGLang's own tree in a real scheduler holds the chunks. They are inserted with slots from the server's
 allocator and without a prefill: where bytes lie matters to a match, what they are does not. Then
-prompts of stored chunks in random order behind the system prompt are read and looked up as at
+prompts of stored chunks in random order after the system prompt are read and looked up as at
 admission, among them some whose chunks are missing or only begin like a stored one.
 
     make match MATCH_ARGS="--json benchmarks/results/match.json"
@@ -72,7 +72,7 @@ def _chunk(number: int, length: int) -> array[int]:
 
 
 def store_chunks(driver: Driver, system: array[int], count: int, length: int) -> None:
-    """Insert chunks behind the system prompt, as finished builds do."""
+    """Insert chunks after the system prompt, as finished builds do."""
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 

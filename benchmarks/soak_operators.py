@@ -49,7 +49,7 @@ class Gate:
 
 
 class Operator:
-    """Runs operations on the blending server and checks it behind each.
+    """Runs operations on the blending server and checks it after each.
 
     Args:
         http: Client of the blending server.

@@ -8,7 +8,7 @@ from eight_chunks import CHUNKS, QUESTION, SYSTEM
 from harness import Answer, Driver, Prompt, rag_prompt
 
 PAIRS = [(a, b) for a in range(1, 8) for b in range(a)]
-"""Chunks of prompts no two of which begin alike further than behind their first chunk."""
+"""Chunks of prompts no two of which begin alike further than after their first chunk."""
 
 NEVER_TRIPS: dict[str, float] = {"blend_canary_rate": 1.0, "blend_canary_max_kl": 1000.0}
 

@@ -14,7 +14,7 @@ class Prompt:
     """A request as a test writes it."""
 
     segments: list[list[int]]
-    """Tokens before the first chunk, the chunks and pieces between, tokens behind the last."""
+    """Tokens before the first chunk, the chunks and pieces between, tokens after the last."""
     chunk_at: list[int] = field(default_factory=list)
     """Which segments are chunks."""
     params: dict[str, Any] = field(default_factory=dict)

@@ -230,7 +230,7 @@ def test_ttft_end_to_end(tmp_path: Path) -> None:
         found = row["figures"]
         num_chunks, chunk_tokens = row["num_chunks"], row["chunk_tokens"]
         assert (row["prompt_tokens"], num_chunks) == (800, 5)
-        # Stock finds the system prompt alone; behind it the blending server's first chunk is exact.
+        # Stock finds the system prompt alone; after it the blending server's first chunk is exact.
         assert found["stock_prefix_tokens"] == 128
         assert found["tokens"]["prefix_tokens"] == 128 + chunk_tokens
         others = (num_chunks - 1) * chunk_tokens

@@ -32,7 +32,7 @@ from sgl_blend.fusion.plan import LayerSplit
 
 
 def make_reply(ttft_s: float, *, kept: int, reused: int, layers: LayerSplit | None) -> Reply:
-    """Make the reply to a prompt of 20 exact tokens, and kept and reused ones behind them."""
+    """Make the reply to a prompt of 20 exact tokens, and kept and reused ones after them."""
     if layers is None:
         return Reply(ttft_s, 0.0, 20, {})
     report = {

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.engine
 # --- off by default ---
 
 
-def _batches_behind_a_blended_answer(driver: Driver) -> tuple[bool, Any, int]:
+def _batches_after_a_blended_answer(driver: Driver) -> tuple[bool, Any, int]:
     driver.ask(rag(0, 1))
     driver.settle()
     before = driver.num_batches
@@ -48,7 +48,7 @@ def _batches_behind_a_blended_answer(driver: Driver) -> tuple[bool, Any, int]:
 def test_without_a_rate_there_is_no_canary_and_no_batch_of_its_own(
     start_engine: StartEngine,
 ) -> None:
-    absent, described, batches = start_engine().call(_batches_behind_a_blended_answer)
+    absent, described, batches = start_engine().call(_batches_after_a_blended_answer)
     assert (absent, described, batches) == (True, None, 1)
 
 

@@ -40,7 +40,7 @@ def test_a_waiting_request_goes_before_a_shadow(start_engine: StartEngine) -> No
 
 
 def _a_request_between_two_steps(driver: Driver) -> tuple[int, list[int]]:
-    """Send a request behind a shadow's first step; return when it was done, and the steps' sizes."""
+    """Send a request after a shadow's first step; return when it was done, and the steps' sizes."""
     from sgl_blend.engine.requests import step_range
 
     before = begin(driver)
@@ -211,7 +211,7 @@ def test_a_flush_drops_pending_shadows(start_engine: StartEngine) -> None:
     assert start_engine(**NEVER_TRIPS).call(_flush_with_a_pending_shadow) == (0, 1)
 
 
-def _flush_behind_a_shadow(driver: Driver) -> tuple[bool, tuple[int, int]]:
+def _flush_after_a_shadow(driver: Driver) -> tuple[bool, tuple[int, int]]:
     before = begin(driver)
     driver.ask(rag(1, 0))
     driver.run_until(lambda: driver.runtime.canary.is_running, limit=10**5)
@@ -220,7 +220,7 @@ def _flush_behind_a_shadow(driver: Driver) -> tuple[bool, tuple[int, int]]:
 
 
 def test_a_running_shadow_does_not_stand_in_the_way_of_a_flush(start_engine: StartEngine) -> None:
-    assert start_engine(**NEVER_TRIPS).call(_flush_behind_a_shadow) == (True, (0, 1))
+    assert start_engine(**NEVER_TRIPS).call(_flush_after_a_shadow) == (True, (0, 1))
 
 
 def _new_weights_with_a_pending_shadow(driver: Driver, model: str) -> tuple[int, int]:
@@ -291,12 +291,12 @@ def _drop_and_retract_a_shadow(driver: Driver) -> tuple[int, int]:
     canary = driver.runtime.canary
     capture = canary.capture
 
-    def drop_behind_the_launch(*args: Any) -> None:
+    def drop_after_the_launch(*args: Any) -> None:
         capture(*args)
         if canary.is_running:
             canary.forget()
 
-    canary.capture = drop_behind_the_launch
+    canary.capture = drop_after_the_launch
     try:
         return _retract_a_shadow(driver)
     finally:

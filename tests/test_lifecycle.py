@@ -119,7 +119,7 @@ def test_retraction_gives_locks_back_and_answers_stay_exact(start_engine: StartE
         assert got.output_ids == want.output_ids
         report = got.report
         counts = [
-            report[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")
+            report[f"{kind}_tokens"] for kind in ("prefix", "reused", "recomputed", "computed")
         ]
         assert sum(counts) == report["prompt_tokens"]
 

@@ -197,7 +197,7 @@ def test_with_build_an_answer_does_not_depend_on_the_load(start_engine: StartEng
 
 
 def _builds_before_a_waiting_request(driver: Driver) -> int:
-    for turn in range(20):  # work that nobody waits behind earns nothing
+    for turn in range(20):  # work that nobody waits for earns nothing
         driver.ask(Prompt([random_tokens(500 + turn, 900)], salt="load"))
     driver.ask(rag(0, 1, 2, 3, 4, 5, 6, 7))
     driver.submit(Prompt([random_tokens(5, 30)]))
@@ -214,7 +214,7 @@ def test_credit_is_not_saved_up_while_nobody_waits(start_engine: StartEngine) ->
     engine.settle()
 
 
-def _offers_behind_a_prefill(driver: Driver) -> tuple[int, int]:
+def _offers_after_a_prefill(driver: Driver) -> tuple[int, int]:
     """Do what the overlap schedule does: look for the next batch before the last one's result."""
     scheduler, rounds = driver.scheduler, driver.runtime.rounds
 
@@ -230,7 +230,7 @@ def _offers_behind_a_prefill(driver: Driver) -> tuple[int, int]:
     scheduler.last_batch = plan.batch_to_run
     result = scheduler.run_batch(plan.batch_to_run)
     scheduler.result_queue = deque([(plan.batch_to_run, result)])
-    time.sleep(0.1)  # longer than builds keep quiet behind a result
+    time.sleep(0.1)  # longer than builds keep quiet after a result
     held = num_offered()
     scheduler.process_batch_result(*scheduler.result_queue.popleft())
     assert req.finished()
@@ -244,10 +244,10 @@ def _offers_behind_a_prefill(driver: Driver) -> tuple[int, int]:
 def test_no_build_stands_before_a_first_token_that_is_computed(start_engine: StartEngine) -> None:
     engine = start_engine(max_total_tokens=2500)
     engine.flush()
-    assert engine.call(_offers_behind_a_prefill) == (0, 1)
+    assert engine.call(_offers_after_a_prefill) == (0, 1)
 
 
-def _update_weights_behind_a_blended_answer(driver: Driver) -> tuple[bool, int]:
+def _update_weights_after_a_blended_answer(driver: Driver) -> tuple[bool, int]:
     driver.ask(rag(0, 1, 2, 3))
     batches = driver.num_batches
     driver.run_until(lambda: driver.num_batches > batches, limit=10**6)  # a build has just run
@@ -259,7 +259,7 @@ def _update_weights_behind_a_blended_answer(driver: Driver) -> tuple[bool, int]:
 def test_background_builds_do_not_stand_in_the_way_of_a_flush(start_engine: StartEngine) -> None:
     engine = start_engine(max_total_tokens=3000)
     engine.flush()
-    assert engine.call(_update_weights_behind_a_blended_answer) == (True, 0)
+    assert engine.call(_update_weights_after_a_blended_answer) == (True, 0)
 
 
 def _client_names_itself_like_a_build(driver: Driver) -> list[Any]:

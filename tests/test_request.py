@@ -168,7 +168,7 @@ def test_no_offsets_are_no_chunks() -> None:
         (3, 1),  # descending bounds
         (2, 2),  # empty
         (0, 2, 2, 2),  # empty, after another
-        (0, 6),  # ends behind the prompt
+        (0, 6),  # ends past the prompt
         (5, 6),  # starts at its end
         (-1, 2),
         (-3, -1),

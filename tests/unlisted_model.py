@@ -12,7 +12,7 @@ from tiny_models import COMMON, THETA
 
 
 def make_exaone4(path: Path) -> None:
-    """Write a model whose norm behind attention takes one argument and adds no residual."""
+    """Write a model whose norm after attention takes one argument and adds no residual."""
     import transformers
 
     rope = {**THETA, "rope_type": "default"}

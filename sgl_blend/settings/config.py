@@ -32,7 +32,7 @@ _HELP = {
     "blend_min_chunk_tokens": "Shorter chunks are computed, not reused.",
     "blend_on_miss": "compute: answer at once as stock SGLang does and build missing chunks in the "
     "background; build: build them first, so that an answer never depends on the cache.",
-    "blend_build_prefix": "What chunks are built behind. first: the text before the prompt's first "
+    "blend_build_prefix": "What chunks are built after. first: the text before the prompt's first "
     "chunk; bos: BOS; none: nothing; sinks: four BOS tokens that are never used (LegoLink-0).",
     "blend_max_build_prefix": "With first: text of more tokens than this is replaced by BOS.",
     "blend_profile": "File written by sgl-blend verify; settings left at their default are taken "
