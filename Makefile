@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold clean
+.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match clean
 
 setup: $(READY)
 
@@ -35,7 +35,7 @@ $(READY): requirements/cpu.lock pyproject.toml tools/cpu_platform/pyproject.toml
 endif
 
 demo: $(READY)
-	$(PY) examples/demo/run.py
+	$(PY) -m examples.demo.run
 
 test: $(READY)
 	$(PY) -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
@@ -49,7 +49,7 @@ test-versions: $(READY)
 SOAK_ARGS ?=
 
 soak: $(READY)
-	$(PY) benchmarks/soak.py $(SOAK_ARGS)
+	$(PY) -m benchmarks.soak $(SOAK_ARGS)
 
 slow: $(READY)
 	$(PY) -m pytest -m slow $(PARALLEL) $(PYTEST_ARGS)
@@ -59,14 +59,14 @@ ONE_THREAD := OMP_NUM_THREADS=1
 EVAL_ARGS ?=
 
 eval: $(READY)
-	$(ONE_THREAD) $(PY) examples/tinyrag/evaluate.py $(EVAL_ARGS)
+	$(ONE_THREAD) $(PY) -m examples.tinyrag.evaluate $(EVAL_ARGS)
 
 verify-demo: $(READY)
-	$(ONE_THREAD) $(PY) examples/tinyrag/verify_demo.py
+	$(ONE_THREAD) $(PY) -m examples.tinyrag.verify_demo
 
 quality: $(READY)
-	$(ONE_THREAD) $(PY) benchmarks/quality.py --docs docs/quality.md --plot docs/quality.png
-	$(PY) tools/docs_pages.py
+	$(ONE_THREAD) $(PY) -m benchmarks.quality --docs docs/quality.md --plot docs/quality.png
+	$(PY) -m tools.docs_pages
 
 lint: $(READY)
 	$(PY) -m ruff check .
@@ -79,11 +79,16 @@ format: $(READY)
 
 # The tables must be current, and every link must lead somewhere.
 docs: $(READY)
-	$(PY) tools/docs_pages.py --check
+	$(PY) -m tools.docs_pages --check
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --site-dir build/site
 
 bench-cold: $(READY)
-	$(PY) benchmarks/cold.py
+	$(PY) -m benchmarks.cold
+
+MATCH_ARGS ?=
+
+match: $(READY)
+	PYTHONPATH=tests $(PY) -m benchmarks.match $(MATCH_ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

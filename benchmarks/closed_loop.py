@@ -7,7 +7,7 @@ request leaves when the last one has ended. Most chunks miss, so the blending se
 to run, and a closed loop leaves it no moment but those between a request's own decode steps.
 
 The prompts are the same on all servers, a block of them on one server at a time, the order of the
-servers changing from block to block. Behind a block the builds are waited for, because they would slow
+servers changing from block to block. After a block the builds are waited for, because they would slow
 the next server down. A block's first request meets no builds of others and is left out. So each request
 makes a pair with stock's, and so does each of the second stock server's: the null control, which shows
 what the machine's own noise does to every figure.
@@ -23,7 +23,7 @@ Printed are p50, p90, p99 and the largest of all pairs, with 95 % bootstrap inte
 control's, and how many pairs are above the bar of 5 %. Exit status 1 if the 90th percentile of the gap
 share, less the null control's where that is positive, is above it at the lower end of its interval.
 
-    .venv/bin/python benchmarks/closed_loop.py --json benchmarks/results/closed-loop.json
+    .venv/bin/python -m benchmarks.closed_loop --json benchmarks/results/closed-loop.json
 """
 
 import argparse
@@ -40,16 +40,13 @@ from typing import Any
 
 import numpy as np
 
+from examples.demo.material import Recipe, prepare
+from sgl_blend.commands.bench.prompts import Library, Prompt, to_body
+from sgl_blend.commands.bench.shapes import read_shape, write_shape
+from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, launched
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-
-from material import Recipe, prepare  # noqa: E402
-
-from sgl_blend.commands.bench.prompts import Library, Prompt, to_body  # noqa: E402
-from sgl_blend.commands.bench.shapes import read_shape, write_shape  # noqa: E402
-from sgl_blend.commands.common.records import describe_machine  # noqa: E402
-from sgl_blend.commands.common.server import KEEP_MEMORY, Server, launched  # noqa: E402
-
 BAR = 0.05
 LIBRARY_SHARE = 5
 CHUNKS, SYSTEM_TOKENS, QUESTION_TOKENS, OUTPUT_TOKENS = 14, 100, 40, 16

@@ -19,7 +19,7 @@ The background builds that a cold request causes are waited for before the next 
 is what the request itself pays. --back-to-back does not wait: it shows what a closed loop of cold
 requests pays, builds included.
 
-    make bench-cold        # or: .venv/bin/python benchmarks/cold.py --pairs 15 --json build/cold.json
+    make bench-cold        # or: .venv/bin/python -m benchmarks.cold --pairs 15 --json build/cold.json
 """
 
 import argparse
@@ -34,14 +34,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.demo.material import Material, Recipe, prepare
+from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-
-from material import Material, Recipe, prepare  # noqa: E402
-
-from sgl_blend.commands.common.records import describe_machine  # noqa: E402
-from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running  # noqa: E402
-
 BOUNDS = {"cold": 0.05, "plain": 0.02, "short": 0.02}
 """Exit status 1 above these."""
 

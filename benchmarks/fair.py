@@ -6,7 +6,7 @@ the blending server the documents are marked as chunks, on the stock server they
 prompts of a block are the same. Blocks alternate between the two servers, each started once and asleep
 while the other works.
 
-    .venv/bin/python benchmarks/fair.py --json benchmarks/results/fair.json
+    .venv/bin/python -m benchmarks.fair --json benchmarks/results/fair.json
 
 Printed: p50 of the TTFT of plain and of RAG requests on both. Exit status 1 if plain requests are more
 than 2 % slower on the blending server.
@@ -24,14 +24,11 @@ from typing import Any
 
 import httpx
 
+from examples.demo.material import Material, Recipe, prepare
+from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-
-from material import Material, Recipe, prepare  # noqa: E402
-
-from sgl_blend.commands.common.records import describe_machine  # noqa: E402
-from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running  # noqa: E402
-
 DOCUMENTS, CHUNKS, CHUNK_TOKENS, SYSTEM_TOKENS, QUESTION_TOKENS = 12, 3, 200, 60, 40
 BOUND = 1.02
 
@@ -132,7 +129,7 @@ def main() -> int:
     facts = {
         "machine": str(describe_machine()),
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"benchmarks/fair.py --blocks {args.blocks} --seconds {args.seconds:g} "
+        "command": f"python -m benchmarks.fair --blocks {args.blocks} --seconds {args.seconds:g} "
         f"--rate {args.rate:g}",
         "requests": {kind: len(found["stock"][kind == "rag"]) for kind in ("plain", "rag")},
         "ttft_p50_s": p50,

@@ -2,10 +2,12 @@
 
 SGLang's own tree in a real scheduler holds the chunks. They are inserted with slots from the server's
 allocator and without a prefill: where bytes lie matters to a match, what they are does not. Then
-prompts of stored chunks in random order behind the system prompt are read and looked up as at
+prompts of stored chunks in random order after the system prompt are read and looked up as at
 admission, among them some whose chunks are missing or only begin like a stored one.
 
-    .venv/bin/python benchmarks/match.py [--json benchmarks/results/match.json]
+    make match MATCH_ARGS="--json benchmarks/results/match.json"
+
+The engine is the one that tests step by hand: `make match` puts tests/ on the path.
 
 Cases: about 8,000 tokens of chunks of 32, 128 and 480 tokens, and 3,000 chunks of 32. Each prompt is
 looked up anew, then again with the tree unchanged, then after something was evicted.
@@ -34,16 +36,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from harness import Driver, Engine, Prompt
+from tiny_models import make_slim_model
+
+from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.radix_ext.chunk_store import ChunkKey
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
-
-from harness import Driver, Engine, Prompt  # noqa: E402
-from tiny_models import make_slim_model  # noqa: E402
-
-from sgl_blend.commands.common.records import describe_machine  # noqa: E402
-from sgl_blend.radix_ext.chunk_store import ChunkKey  # noqa: E402
-
 SYSTEM_TOKENS = 200
 CASES = ((32, 250), (128, 62), (480, 16), (32, 3000))
 """Tokens of a chunk and chunks of a prompt."""
@@ -73,7 +72,7 @@ def _chunk(number: int, length: int) -> array[int]:
 
 
 def store_chunks(driver: Driver, system: array[int], count: int, length: int) -> None:
-    """Insert chunks behind the system prompt, as finished builds do."""
+    """Insert chunks after the system prompt, as finished builds do."""
     import torch
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 

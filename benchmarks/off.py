@@ -9,7 +9,7 @@ slower:
     ttft          one prompt of about 700 tokens, time to the first token
     throughput    eight prompts at once, 16 tokens each, time until all are done
 
-    .venv/bin/python benchmarks/off.py --json benchmarks/results/off.json
+    .venv/bin/python -m benchmarks.off --json benchmarks/results/off.json
 
 Printed: the median ratio with its 95 % bootstrap interval. Exit status 1 if a median is below 0.99.
 """
@@ -25,15 +25,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cold import measure
+from examples.demo.material import Material, Recipe, prepare
+from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running, stock_environment
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "demo"))
-
-from cold import measure  # noqa: E402
-from material import Material, Recipe, prepare  # noqa: E402
-
-from sgl_blend.commands.common.records import describe_machine  # noqa: E402
-from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running, stock_environment  # noqa: E402
-
 PROMPT_TOKENS = 700
 BATCH = 8
 BOUND = 0.99
@@ -122,7 +119,7 @@ def main() -> int:
     facts = {
         "machine": str(describe_machine()),
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"benchmarks/off.py --rounds {args.rounds} --pairs {args.pairs}",
+        "command": f"python -m benchmarks.off --rounds {args.rounds} --pairs {args.pairs}",
     }
     args.json.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
     for kind, result in results.items():

@@ -5,7 +5,7 @@
 The prompts come from a development seed: defaults are chosen from these tables, so what is claimed of
 the defaults is measured on others (`make eval`). Needs OMP_NUM_THREADS=1 to be fast, see the Makefile.
 
-    .venv/bin/python benchmarks/quality.py --model build/tinyrag/seed2/model --name "seed 2" --seed 6
+    .venv/bin/python -m benchmarks.quality --model build/tinyrag/seed2/model --name "seed 2" --seed 6
         --json benchmarks/results/quality-seed2.json --docs docs/quality.md
 """
 
@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from examples.tinyrag.evaluate import run_eval
+from examples.tinyrag.world import make_held_out, make_latest
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples" / "tinyrag"))
-
-from evaluate import run_eval  # noqa: E402
-from world import make_held_out, make_latest  # noqa: E402
-
 DEVELOPMENT_SEED = 5
 POLICIES = (
     "hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "edge", "first-k", "random", "oracle",

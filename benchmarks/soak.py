@@ -1,7 +1,7 @@
 """A soak: everything that can happen to a server at once, for a long time, and nothing may go wrong.
 
     make soak                                            # 30 minutes
-    .venv/bin/python benchmarks/soak.py --minutes 3      # as in CI
+    .venv/bin/python -m benchmarks.soak --minutes 3      # as in CI
 
 A real server with --enable-blend serves the trained test model with far less KV memory than its traffic
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
@@ -9,7 +9,7 @@ send, all at the same time: blended and plain requests, streamed and not, n = 2,
 cut by chunked prefill, long outputs, tiny prompts, prompt logprobs, malformed parameters, and requests
 they hang up on before or after the first token. At random moments an operator (soak_operators.py)
 flushes the cache, loads the weights again, releases and resumes memory, and pauses and continues, most
-of it right behind an answer whose chunks are still being built.
+of it right after an answer whose chunks are still being built.
 
 Checked, and each violation fails the run:
 
@@ -19,13 +19,13 @@ Checked, and each violation fails the run:
     reports     prefix + reused + recomputed + computed tokens are the prompt, for every answer
     status      200, or 400 for malformed requests, and nothing else; a flush may give 400 while clients
                 wait, as on stock
-    operator    behind each operation an answer without blending and one at ratio 1 are compared; a
+    operator    after each operation an answer without blending and one at ratio 1 are compared; a
                 flush leaves nothing pending and the whole pool free; no build runs on released memory
                 or in a pause
     memory      SGLang's strict check of all slots runs whenever the server is idle and ends it on a
                 leak; the run pauses once a minute so that it is; at the end nothing is locked and free
                 and evictable slots are the whole pool
-    RSS         of all processes of the server: the last quarter of the time behind the warm-up is not
+    RSS         of all processes of the server: the last quarter of the time after the warm-up is not
                 more than 3 % above the first
 """
 
@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from soak_operators import Gate, Operator
-from soak_traffic import KINDS, Tally, Traffic
 
+from benchmarks.soak_operators import Gate, Operator
+from benchmarks.soak_traffic import KINDS, Tally, Traffic
 from sgl_blend.commands.common.records import describe_machine
 from sgl_blend.commands.common.server import Server, running
 
@@ -125,10 +125,10 @@ async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> li
 
 
 def growth(rss: list[tuple[float, int]]) -> float:
-    """Return how much larger the median of the last quarter behind the warm-up is than the first's."""
-    behind = [size for at_s, size in rss if at_s >= WARM_UP * rss[-1][0]]
-    quarter = max(1, len(behind) // 4)
-    return statistics.median(behind[-quarter:]) / statistics.median(behind[:quarter]) - 1
+    """Return how much larger the median of the last quarter after the warm-up is than the first's."""
+    warm = [size for at_s, size in rss if at_s >= WARM_UP * rss[-1][0]]
+    quarter = max(1, len(warm) // 4)
+    return statistics.median(warm[-quarter:]) / statistics.median(warm[:quarter]) - 1
 
 
 def retractions(server: Server) -> int:

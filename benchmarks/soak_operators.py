@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from soak_traffic import TENANTS, Tally, Traffic
+
+from benchmarks.soak_traffic import TENANTS, Tally, Traffic
 
 MEAN_PAUSE_S = 8.0
 LEAVING_S = 1.0
@@ -48,7 +49,7 @@ class Gate:
 
 
 class Operator:
-    """Runs operations on the blending server and checks it behind each.
+    """Runs operations on the blending server and checks it after each.
 
     Args:
         http: Client of the blending server.

@@ -2,19 +2,15 @@
 
 import asyncio
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "tinyrag"))
-
-from world import make_held_out
+from examples.tinyrag.world import make_held_out
 
 TENANTS = ("red", "green", "blue")
 SAMPLED = 0.02
@@ -51,7 +47,7 @@ class Tally:
         violations: One sentence each.
         ttft_s: Times to first token of streamed requests, by kind.
         rss: Seconds since the start and bytes of all server processes.
-        tokens: Prompt tokens by fate, summed over answers.
+        tokens: Prompt tokens by kind, summed over answers.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -128,8 +124,8 @@ class Traffic:
     def check_report(self, meta: dict[str, Any]) -> None:
         """Check that a report adds up."""
         report = meta["sgl_blend"][0]
-        fates = ("prefix", "reused", "recomputed", "computed")
-        counts = {fate: report[f"{fate}_tokens"] for fate in fates}
+        kinds = ("prefix", "reused", "recomputed", "computed")
+        counts = {kind: report[f"{kind}_tokens"] for kind in kinds}
         adds_up = sum(counts.values()) == report["prompt_tokens"] and min(counts.values()) >= 0
         self._tally.expect(adds_up, f"a report does not add up: {report}")
         self._tally.tokens.update(counts)

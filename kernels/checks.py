@@ -25,7 +25,7 @@ def check_tensor(
 
 
 def check_rows(name: str, tensor: torch.Tensor) -> None:
-    """Raise unless what stands behind one index of the first dimension is contiguous.
+    """Raise unless what stands after one index of the first dimension is contiguous.
 
     Raises:
         ValueError: It is not.

@@ -63,7 +63,7 @@ def copy_blocks(num_heads: int, head_dim: int, half: int, v_head_dim: int) -> di
 
 
 def pair_blocks(num_heads: int, head_dim: int, half: int) -> dict[str, int]:
-    """Return the block sizes that cover the pairs of a head and the dimensions behind them."""
+    """Return the block sizes that cover the pairs of a head and the dimensions after them."""
     block_h = triton.next_power_of_2(num_heads)
     block_r = triton.next_power_of_2(max(half, 1))
     block_tail = triton.next_power_of_2(max(head_dim - 2 * half, 1))

@@ -14,7 +14,7 @@ def query_attention(
     """Sum the attention that consecutive rows pay to every position.
 
     Args:
-        q: [num_rows, num_heads, head_dim], rotated queries at first_position and behind it.
+        q: [num_rows, num_heads, head_dim], rotated queries at first_position and after it.
         k: [num_positions, num_kv_heads, head_dim], rotated keys of positions 0, 1, ...
         first_position: Position of the first row.
         scale: Factor on the logits.

@@ -95,7 +95,7 @@ class RowTile:
 
     Attributes:
         rows: Their place in the batch.
-        num_visible: No row of the tile sees KV at this position or behind it.
+        num_visible: No row of the tile sees KV at this position or after it.
         mask: [num rows, num_visible], 0 where a row sees KV and -inf where not.
     """
 
@@ -149,7 +149,7 @@ def plan_ragged(
 
 
 def _tile(rows: slice, positions: torch.Tensor, seq_len: int, dtype: torch.dtype) -> RowTile:
-    # Rows ascend, so KV behind the last row of the tile is masked for all of them. Reading that
+    # Rows ascend, so KV after the last row of the tile is masked for all of them. Reading that
     # bound is free on the host and would stall a GPU, where the mask alone does the work.
     num_visible = seq_len if positions.is_cuda else int(positions[-1]) + 1
     hidden = torch.arange(num_visible, device=positions.device)[None, :] > positions[:, None]
@@ -176,7 +176,7 @@ def ragged_attention(
         scale: Factor on the scores before the softmax.
 
     Returns:
-        [num_rows, num_heads, v_head_dim], q's dtype. No row reads KV behind its position: changing
+        [num_rows, num_heads, v_head_dim], q's dtype. No row reads KV after its position: changing
         such KV leaves the row bit-identical, as long as scores stay finite.
 
     Raises:

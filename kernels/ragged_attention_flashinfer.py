@@ -3,7 +3,7 @@
 What is computed is drawn in ragged_attention.py. A row's bound is its position, which FlashInfer's
 masks do not know, so the variants read it from a tensor:
 
-* fa3 (Hopper): has no mask hook; scores behind the row's position become -inf in the transform of the
+* fa3 (Hopper): has no mask hook; scores after the row's position become -inf in the transform of the
   scores. A thread owns two rows of a tile, 8 apart, whose positions it keeps in registers.
 * fa2: the mask hook is called for every block only in the custom mask mode, which an (unread) packed
   mask of one byte switches on.
@@ -54,7 +54,7 @@ struct ScatteredCausal : AttentionVariantBase {
   })
 
   REGISTER_LOGITS_MASK(params, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
-    const uint32_t row = min(qo_idx, qo_len - 1);  // a tile may reach behind the last row
+    const uint32_t row = min(qo_idx, qo_len - 1);  // a tile may reach past the last row
     return int32_t(kv_idx) <= __ldg(row_position + row);
   })
 };
@@ -243,7 +243,7 @@ class FlashInferRagged:
             kv_slots: See plan_ragged.
             dtype: Of the queries; the layout's.
             bounds: Per request and group of 128 rows a position that no row of it reaches, if known
-                on the host; KV behind is skipped. fa3 only, which alone lets groups share their slots.
+                on the host; KV after it is skipped. fa3 only: it alone lets groups share slots.
 
         Raises:
             ValueError: The dtype is another than was compiled for.
@@ -296,7 +296,7 @@ class _PlanBuffers:
     """Pinned host memory for plans: one is written only when the device has read its last plan.
 
     A wrapper owns one such buffer, writes it on the host and queues a copy to the device. That is
-    safe where every plan stands at the head of a forward, behind the sampling of the one before. Ours
+    safe where every plan stands at the head of a forward, after the sampling of the one before. Ours
     stand in the middle, several in one forward under a gradual policy, and the host runs ahead.
     """
 

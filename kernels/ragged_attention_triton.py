@@ -283,7 +283,7 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
     """Fold the KV at positions [begin, end) into the online softmax of a tile."""
     for block_start in range(begin, end, BLOCK_N):
         kv_position = block_start + tl.arange(0, BLOCK_N)
-        # What lies behind the tile may be memory that nobody has written: not a number times the
+        # What lies past the tile may be memory that nobody has written: not a number times the
         # weight 0 is not 0. So it is not read.
         inside = kv_position < end
         kv_row = _find_rows(slot_ptr, kv_start, kv_position, inside, MASKED, PAGED)

@@ -39,7 +39,7 @@ class ChunkKey:
     Attributes:
         salt: Chunk namespace (model and tenant).
         extra_key: SGLang's request class, which may hold the LoRA adapter.
-        prefix: Tokens the chunk is built behind.
+        prefix: Tokens the chunk is built after.
         tokens: The chunk.
     """
 
@@ -110,7 +110,7 @@ class ChunkStore:
         The build prefix counts as used, the chunks do not: see touch().
 
         Args:
-            keys: Chunks of one request: all behind the same build prefix, in one namespace.
+            keys: Chunks of one request: all after the same build prefix, in one namespace.
             spans: Their places in the request.
         """
         if not keys:

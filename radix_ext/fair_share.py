@@ -30,8 +30,8 @@ class _Tenant:
 
     Attributes:
         chunks: Per chunk its tokens and how much had been evicted when it was last used.
-        tokens: Their tokens together, and those of the build prefixes they are stored behind.
-        prefixes: Build prefixes, each held once: the bytes and how many chunks are behind it.
+        tokens: Their tokens together, and those of the build prefixes they are stored after.
+        prefixes: Build prefixes, each held once: the bytes and how many chunks are after it.
         last_use: How much had been admitted at the tenant's last request.
         reused: Tokens for which its chunks were hit; halved each time the pool was admitted once.
         epoch: How often the pool had been admitted when it was halved last.
@@ -58,7 +58,7 @@ class _Tenant:
         self.tokens += key.length + (0 if count else key.prefix_length)
 
     def drop(self, key: ChunkKey) -> None:
-        """Forget a chunk, and its build prefix with the last chunk behind it."""
+        """Forget a chunk, and its build prefix with the last chunk after it."""
         known = self.chunks.pop(key, None)
         if known is None:
             return
@@ -152,7 +152,7 @@ class FairShare:
         protected = sum(tenant.tokens for tenant in self._tenants())
         horizon = max(0, self._older - protected) // 2
         self._look_at, self._older_then = self._evicted + horizon // 4, self._older
-        # What is matched last is evicted last: the smallest tenants are, behind them those who have
+        # What is matched last is evicted last: the smallest tenants are, after them those who have
         # earned a share.
         for group in (self._others, self._owners):
             for tenant in sorted(group.values(), key=lambda t: t.tokens, reverse=True):

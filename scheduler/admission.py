@@ -272,7 +272,7 @@ def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
 
 def _make_plan(req: Req, state: RequestState, lookup: Lookup) -> BlendPlan | None:
     exact = None if lookup.exact is None else lookup.exact[0]
-    behind = prefix_length(req) if exact is None else exact.stop
+    blended_from = prefix_length(req) if exact is None else exact.stop
     wanted_from = logprobs_from(req)
     computed_from = state.num_tokens - 1
     if wanted_from is not None:
@@ -282,9 +282,9 @@ def _make_plan(req: Req, state: RequestState, lookup: Lookup) -> BlendPlan | Non
         start, found = hit.span.start, hit.match
         stop = start + hit.num_tokens
         span = ReusedSpan(start, stop, hit.prefix_length, found)
-        if start >= behind and stop <= computed_from:
+        if start >= blended_from and stop <= computed_from:
             spans.append(span)
-        elif (clipped := span.clip(behind, computed_from)) is not None:
+        elif (clipped := span.clip(blended_from, computed_from)) is not None:
             spans.append(clipped)
     if exact is None and not spans:
         return None

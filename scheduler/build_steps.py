@@ -11,7 +11,7 @@ class BuildStep:
 
     Attributes:
         key: What is built: a chunk, or a build prefix as a chunk of no tokens.
-        done: Tokens of the key's path that are there; the step computes all behind them.
+        done: Tokens of the key's path that are there; the step computes all after them.
         stop: Where it ends.
     """
 

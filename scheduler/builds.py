@@ -1,4 +1,4 @@
-"""Building chunks: prefilling them alone behind their build prefix, so that their KV is canonical.
+"""Building chunks: prefilling them alone after their build prefix, so that their KV is canonical.
 
 A build is cut into steps. Each step is an ordinary request of SGLang's in the chunk namespace that ends
 with its prefill; when it ends, the scheduler inserts its KV into the tree, and the next step begins
@@ -189,7 +189,7 @@ class ChunkBuilder:
     def offer(self, now: Round) -> bool:
         """Put a step of a background build into the queue if one may run.
 
-        While requests are served it is paid for by credit; none runs right behind a prefill.
+        While requests are served it is paid for by credit; none runs right after a prefill.
 
         Returns:
             Whether the round is free for other background work: no chunk is missing, nobody waits.
@@ -267,7 +267,7 @@ class ChunkBuilder:
         """Admit the next steps of one request's missing chunks into the batch that is put together.
 
         Args:
-            keys: Missing chunks, all behind the same build prefix.
+            keys: Missing chunks, all after the same build prefix.
             adder: SGLang's PrefillAdder of the batch.
             add: Admission of one request.
 
@@ -288,7 +288,7 @@ class ChunkBuilder:
             self._in_flight[step.key] = build
             num_admitted += 1
             if verdict != continue_verdict() or not step.key.length:
-                break  # the batch is full, or the chunks stand behind this build prefix
+                break  # the batch is full, or the chunks stand after this build prefix
         return num_admitted
 
     # --- admission of any step ---
@@ -300,7 +300,7 @@ class ChunkBuilder:
     def admit(self, build: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a step if its batch may hold it; add is SGLang's own admission.
 
-        A step that is not admitted never closes the batch for the requests behind it.
+        A step that is not admitted never closes the batch for the requests after it.
         """
         step = _step_of(build)
         verdict = stop_verdict()

@@ -6,7 +6,7 @@ nobody waits, alone in its batch, a bounded step at a time, and is dropped where
 
     client's last prefill step    picked: its row of logits is kept       consider, capture
     free rounds                   the prompt is prefilled in steps        offer, admit, withdraw
-    behind the last step          KL and agreement; too far: off          collect
+    after the last step          KL and agreement; too far: off          collect
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def compare(full: torch.Tensor, blended: torch.Tensor) -> Comparison:
     """Compare two rows of logits in float64; waits for their device.
 
     Args:
-        full: float [vocab_size], logits behind a full prefill, as the model gives them.
-        blended: Same shape and device, behind a blended one.
+        full: float [vocab_size], logits after a full prefill, as the model gives them.
+        blended: Same shape and device, after a blended one.
 
     Returns:
         The comparison. A KL that is not a number counts as infinite.
@@ -87,7 +87,7 @@ class _Shadow:
         since_s: Since when it could have run; None before the first free round.
         steps_left: How many more steps may be spent on it.
         blended: Row of logits that the client's first token was sampled from.
-        full: Row of logits behind the full prefill.
+        full: Row of logits after the full prefill.
         req: The internal request of the current step.
     """
 
@@ -268,7 +268,7 @@ class Canary:
     def admit(self, req: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a shadow's step if it has the batch to itself and all of it fits.
 
-        A step that is not admitted never closes the batch for the requests behind it.
+        A step that is not admitted never closes the batch for the requests after it.
 
         Args:
             req: The step.

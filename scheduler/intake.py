@@ -121,7 +121,7 @@ class Intake:
         return state
 
     def _build_prefix(self, prompt: ChunkedPrompt) -> bytes:
-        """Return what the prompt's chunks are built behind."""
+        """Return what the prompt's chunks are built after."""
         first = prompt.token_ids[: prompt.spans[0].start]
         kind = self._config.blend_build_prefix
         if kind == "first" and len(first) <= self._config.blend_max_build_prefix:

@@ -44,7 +44,7 @@ class LoadedModel:
         Nothing cheap tells new weights from old ones, so the fingerprint is drawn: it will not meet
         that of any other server or time. A profile was made with the weights of the start.
         """
-        if self.num_updates == 0 and self._config.blend_profile is not None:
+        if self.num_updates == 0 and self._config.blend_preset is not None:
             logger.warning("sgl-blend: the weights have changed, quality is %s", NOT_JUDGED)
         self.quality = NOT_JUDGED
         (nonce,) = self._tp_group.agree([float(secrets.randbits(52))])

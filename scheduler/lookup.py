@@ -24,7 +24,7 @@ from sgl_blend.scheduler.request_state import RequestState
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the tree holds of a request behind its radix prefix.
+    """What the tree holds of a request after its radix prefix.
 
     Attributes:
         hits: Chunks of which something is stored, in prompt order.
@@ -154,7 +154,7 @@ class Lookups:
         """Find the longest stored KV that a full prefill would compute itself.
 
         The build prefix is one such piece if it is the prompt's own beginning, together with the
-        chunk right behind it; the client's exact namespace may hold a longer one.
+        chunk right after it; the client's exact namespace may hold a longer one.
         """
         tokens = fill_ids(req)
         limit = state.num_tokens - 1

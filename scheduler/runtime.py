@@ -299,7 +299,7 @@ class BlendRuntime:
         Called between rounds, before an order is carried out. SGLang does the same at the end of its
         next round and loses nothing if it finds it done. A request of ours ends with its one step. With
         the overlap schedule a client's request that has just ended decodes once more, and an operator
-        who orders a flush right behind its answer would meet that decode step.
+        who orders a flush right after its answer would meet that decode step.
         """
         if any(map(is_internal, settle_last_batch(scheduler, _is_over))):
             self.rounds.interrupt()

@@ -193,7 +193,7 @@ def _quality(config: BlendConfig, model_architecture: str) -> str:
         ConfigError: The profile is another model's.
     """
     profile = None
-    if config.blend_profile is not None:
-        profile = load_profile(config.blend_profile)
-        check_architecture(profile, config.blend_profile, model_architecture)
+    if config.blend_preset is not None:
+        profile = load_profile(config.blend_preset)
+        check_architecture(profile, config.blend_preset, model_architecture)
     return quality_of(profile, msgspec.to_builtins(config))

@@ -41,7 +41,7 @@ from sgl_blend.errors import ConfigError
 from sgl_blend.protocol.gate import RequestGate, check_preferred
 from sgl_blend.protocol.separator import find_separator
 from sgl_blend.scheduler import hooks
-from sgl_blend.settings.config import BlendConfig, add_flags, settings_from_flags
+from sgl_blend.settings.config import FORMER_NAMES, BlendConfig, add_flags, settings_from_flags
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def _after_flag_values(
 
 def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap SGLang's ServerArgs so that Engine takes our keyword arguments too."""
-    names = [field.name for field in msgspec.structs.fields(BlendConfig)]
+    names = [*(field.name for field in msgspec.structs.fields(BlendConfig)), *FORMER_NAMES]
 
     def server_args(**kwargs: Any) -> Any:
         settings = {name: kwargs.pop(name) for name in names if name in kwargs}

@@ -1,11 +1,16 @@
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+ROOT = Path(__file__).parents[1]
+# For examples/ and tools/, which tests import. After the installed packages, which so win.
+sys.path.append(str(ROOT))
 
 settings.register_profile("sgl_blend", deadline=None, print_blob=True)
 settings.load_profile("sgl_blend")
@@ -30,7 +35,7 @@ def _interpret_kernels() -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     importlib.import_module("triton.experimental.gluon")  # which the first launch would import
-    for path in sorted((Path(__file__).parents[1] / "kernels").glob("*_triton.py")):
+    for path in sorted((ROOT / "kernels").glob("*_triton.py")):
         importlib.import_module(f"sgl_blend.kernels.{path.stem}")
     del os.environ["TRITON_INTERPRET"]
 

@@ -40,7 +40,7 @@ def start_engine(model_folder: Path) -> Iterator[StartEngine]:
             if len(running) == MAX_ENGINES:
                 running.pop(next(iter(running))).close()
             engine = Engine(make_model(kind, model_folder), **settings)
-        running[key] = engine  # behind all others
+        running[key] = engine  # after all others
         return engine
 
     yield start

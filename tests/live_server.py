@@ -35,7 +35,7 @@ def new_tokens(count: int) -> list[int]:
 
 
 def new_prompt(*chunk_lengths: int) -> tuple[list[int], list[int]]:
-    """Return a new prompt and the spans of its chunks; none stands right behind the first segment."""
+    """Return a new prompt and the spans of its chunks; none stands right after the first segment."""
     ids, spans = [1, *new_tokens(SYSTEM_TOKENS + GAP_TOKENS - 1)], []
     for length in chunk_lengths:
         spans += [len(ids), len(ids) + length]
@@ -214,7 +214,7 @@ class Decoding:
         self._thread.join()
 
     def largest_gap_s(self, since_s: float) -> float:
-        """Return the longest time without a token behind a moment, in seconds."""
+        """Return the longest time without a token after a moment, in seconds."""
         times = [at_s for at_s in self._times if at_s >= since_s]
         assert len(times) > 1, "it decoded nothing"
         return max(b - a for a, b in itertools.pairwise([since_s, *times]))
@@ -248,7 +248,7 @@ class Servers:
             self._started += 1
             log = self._folder / f"server-{self._started}.log"
             server = LiveServer(self.model, [*FLAGS, *flags], log)
-        self._running[flags] = server  # behind all others
+        self._running[flags] = server  # after all others
         return server
 
     @contextmanager

@@ -14,14 +14,15 @@ from typing import Any
 
 from forked import ForkedProgram
 
+from sgl_blend.commands.common.cpu import CPU_FLAGS
 from sgl_blend.commands.common.ports import reserve_port
 from sgl_blend.commands.common.server import port_flags
 
 SEP = "<|reserved_0|>"
 RESERVED = "sgl-blend:c:0123:"
-CPU_FLAGS = [
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--dtype", "float32", "--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
+SERVER_FLAGS = [
+    *CPU_FLAGS,
+    *("--max-total-tokens", "20000", "--mem-fraction-static", "0.3"),
     *("--host", "127.0.0.1", "--log-level", "warning", "--skip-server-warmup", "--sleep-on-idle"),
     # SGLang 0.5.17 puts xgrammar's masks into pinned memory, which there is none of on a CPU.
     *("--grammar-backend", "llguidance"),
@@ -103,7 +104,7 @@ def start_server(
     }
     with log.open("wb") as out:
         process = start(
-            [*command, *CPU_FLAGS, *port_flags(port, command)],
+            [*command, *SERVER_FLAGS, *port_flags(port, command)],
             stdout=out,
             stderr=subprocess.STDOUT,
             env=variables,

@@ -39,11 +39,11 @@ class Comparison:
     blended: list[Answer]
     full: list[Answer]
     reductions: list[tuple[int, int]] = field(default_factory=list)
-    """Rows of the batch before and behind every selection of the blended forwards."""
+    """Rows of the batch before and after every selection of the blended forwards."""
 
     @property
     def num_dropped(self) -> int:
-        return sum(before - behind for before, behind in self.reductions)
+        return sum(before - after for before, after in self.reductions)
 
 
 def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None:
@@ -81,7 +81,7 @@ def on_true_kv(
     """Blend prompts whose chunks hold what a full prefill of the very prompt gives their tokens.
 
     Args:
-        driver: The worker's; its cache is flushed before and behind.
+        driver: The worker's; its cache is flushed before and after.
         prompts: Requests that share no chunk: a chunk has one KV. Those without chunks are asked too.
         ask: How they are asked; by default all at once.
         wrong: Positions of the first prompt whose stored KV is far from the true one.

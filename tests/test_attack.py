@@ -38,7 +38,7 @@ def send(server: LiveServer, attack: Attack) -> tuple[int, str] | None:
             attack.method,
             attack.path,
             content=None if attack.body is None else attack.content(),
-            # Behind a status 500 uvicorn closes the connection without a word: it must not be reused.
+            # After a status 500 uvicorn closes the connection without a word: it must not be reused.
             headers={**attack.headers, "Connection": "close"},
             timeout=httpx.Timeout(TIMEOUT_S, read=patience_s),
         )

@@ -61,7 +61,7 @@ def _build(driver: Driver, name: Name) -> None:
 
 
 def _look_up(driver: Driver, prefix: int) -> list[int]:
-    """Look up a request with all chunks behind a prefix, as at every attempt to admit it."""
+    """Look up a request with all chunks after a prefix, as at every attempt to admit it."""
     waiting = driver.__dict__.setdefault("waiting", {})
     if prefix not in waiting:
         chunks = [CHUNKS[prefix, c] for c in range(len(LENGTHS))]

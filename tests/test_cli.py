@@ -124,9 +124,9 @@ def test_what_is_left_out_is_the_servers_default(
 ) -> None:
     settings = parsed(monkeypatch, "--data", str(data))
     server = BlendConfig()
-    (way,) = settings.ways()
-    assert (way.policy, way.ratio) == (server.blend_policy, server.blend_recompute_ratio)
-    assert (way.check_layer, way.build_prefix) == (
+    (variant,) = settings.variants()
+    assert (variant.policy, variant.ratio) == (server.blend_policy, server.blend_recompute_ratio)
+    assert (variant.check_layer, variant.build_prefix) == (
         server.blend_check_layer,
         server.blend_build_prefix,
     )

@@ -1,4 +1,5 @@
 import argparse
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +103,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_on_miss": "compute",
         "blend_build_prefix": "first",
         "blend_max_build_prefix": 1024,
-        "blend_profile": None,
+        "blend_preset": None,
         "blend_eval": False,
         "blend_canary_rate": 0.0,
         "blend_canary_max_kl": 0.5,
@@ -197,8 +198,19 @@ def test_every_setting_has_a_flag_with_a_help_text() -> None:
 
     assert list(actions) == [field.name for field in msgspec.structs.fields(BlendConfig)]
     for name, action in actions.items():
-        assert action.option_strings == [f"--{name.replace('_', '-')}"]
+        assert action.option_strings[0] == f"--{name.replace('_', '-')}"
+        assert action.option_strings[1:] == (["--blend-profile"] if name == "blend_preset" else [])
         assert action.help
+
+
+def test_a_preset_is_still_known_by_its_former_name() -> None:
+    want = BlendConfig(enable_blend=True, blend_preset="p.json")
+    former = {"enable_blend": True, "blend_profile": "p.json"}
+    assert parse("--enable-blend", "--blend-profile", "p.json") == want
+    assert BlendConfig.from_settings(former) == want
+    assert BlendConfig.from_env({ENV_VAR: json.dumps(former)}) == want
+    with pytest.raises(ConfigError, match=r"^blend_profile is the former name of"):
+        BlendConfig.from_settings({**former, "blend_preset": "q.json"})
 
 
 def test_flags_settle_beside_sglangs_own_and_in_its_yaml_file(tmp_path: Path) -> None:
@@ -293,7 +305,7 @@ END = b'"measured": {}, "quality": {"judged": false, "data": "", "digest": "", "
 def test_a_profile_fills_in_what_was_left_at_its_default(tmp_path: Path) -> None:
     PROFILE.save(tmp_path / "p.json")
     config = BlendConfig(
-        enable_blend=True, blend_check_layer=3, blend_profile=str(tmp_path / "p.json")
+        enable_blend=True, blend_check_layer=3, blend_preset=str(tmp_path / "p.json")
     )
 
     filled = config.with_profile()
@@ -335,7 +347,7 @@ def test_a_profile_that_cannot_be_used_is_refused(
     path = tmp_path / "p.json"
     if content is not None:
         path.write_bytes(content)
-    config = BlendConfig(enable_blend=True, blend_profile=str(path))
+    config = BlendConfig(enable_blend=True, blend_preset=str(path))
     with pytest.raises(ConfigError, match=sentence):
         config.with_profile()
 

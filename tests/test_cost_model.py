@@ -91,7 +91,7 @@ def test_short_prompts_are_left_alone_and_long_ones_blended(start_engine: StartE
     short, long = start_engine().call(_blend_at_a_price, 0.6)
     assert short["fallback"] == "not_faster"
     assert short["reused_tokens"] == short["recomputed_tokens"] == 0
-    assert short["prefix_tokens"] > len(SYSTEM), "the exact chunk behind the system prompt is lost"
+    assert short["prefix_tokens"] > len(SYSTEM), "the exact chunk after the system prompt is lost"
     assert long["fallback"] is None
     assert long["reused_tokens"] > 500
 
@@ -142,7 +142,7 @@ def _batch_sizes(driver: Driver) -> tuple[list[int], list[Answer]]:
 
 @pytest.mark.engine
 def test_refunds_let_more_requests_share_a_prefill_batch(start_engine: StartEngine) -> None:
-    # A request has 320 rows behind the exact chunk in front; a batch may have 700.
+    # A request has 320 rows after the exact chunk in front; a batch may have 700.
     without, _ = start_engine(chunked_prefill_size=700).call(_batch_sizes)
     engine = start_engine(chunked_prefill_size=700, blend_refund_budget=True)
     sizes, answers = engine.call(_batch_sizes)

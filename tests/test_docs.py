@@ -2,17 +2,14 @@
 
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 
 from sgl_blend.engine.compatibility import SERVED
+from tools.docs_pages import BLOCKS, blocks_of, pages, stale_pages, with_tables
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "tools"))
-
-from docs_pages import BLOCKS, blocks_of, pages, stale_pages, with_tables  # noqa: E402
 
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

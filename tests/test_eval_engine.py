@@ -123,7 +123,7 @@ def test_the_report_says_what_was_run(written: dict[str, Any], data: Path) -> No
 
 def test_the_table_is_printed_and_the_plot_drawn(written: dict[str, Any]) -> None:
     printed = [line.split()[:1] for line in written["printed"].splitlines()]
-    printed = printed[printed.index(["policy"]) :]  # behind the title, which may break anywhere
+    printed = printed[printed.index(["policy"]) :]  # after the title, which may break anywhere
     assert printed.count(["hkvd"]) == 4
     assert printed.count(["full"]) == 1
     assert (written["folder"] / "out.png").read_bytes().startswith(b"\x89PNG")

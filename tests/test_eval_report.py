@@ -118,8 +118,8 @@ def test_lines_are_told_apart_by_whatever_differs() -> None:
         "hkvd, check layer 2",
     }
     assert set(group_lines([row(), row(build_prefix="bos")])) == {
-        "hkvd, behind first",
-        "hkvd, behind bos",
+        "hkvd, after first",
+        "hkvd, after bos",
     }
 
 

@@ -13,20 +13,20 @@ from sgl_blend.commands.evaluation.runner import Answer
 from sgl_blend.commands.evaluation.scores import (
     FULL,
     Score,
-    Way,
+    Variant,
     layer_rows_share,
     make_row,
     recomputed_share,
     score_answer,
 )
 
-HKVD = Way("hkvd", 0.15, 2, "first")
+HKVD = Variant("hkvd", 0.15, 2, "first")
 
 
 def report(**changed: Any) -> dict[str, Any]:
     """A request of 100 tokens and 4 layers: 20 exact, 60 reused, 15 recomputed, 5 computed."""
     counts = {"prompt": 100, "prefix": 20, "reused": 60, "recomputed": 15, "computed": 5}
-    tokens = {f"{fate}_tokens": count for fate, count in counts.items()}
+    tokens = {f"{kind}_tokens": count for kind, count in counts.items()}
     return {**tokens, "layer_rows": 80 + 80 + 20 + 20, "fallback": None, **changed}
 
 

@@ -156,7 +156,7 @@ def test_a_slow_tenant_keeps_its_share_beside_a_busy_one(start_engine: StartEngi
 
 
 def _pending_of_the_quiet(driver: Driver) -> int:
-    """Return how many builds run before a quiet tenant's single chunk behind a flood's twenty."""
+    """Return how many builds run before a quiet tenant's single chunk after a flood's twenty."""
     driver.settle()
     driver.flush()
     driver.ask(*(ask_for(range(i, i + 5), "flood") for i in range(0, 20, 5)))

@@ -21,7 +21,7 @@ def test_every_kernel_is_timed_against_the_roof_of_its_device() -> None:
     for row in rows:
         assert row.ms > 0
         assert row.num_bytes > 0
-        assert row.share == pytest.approx(row.roof_ms / row.ms)
+        assert row.share == pytest.approx(row.roofline_ms / row.ms)
 
 
 def test_a_kernel_that_fails_costs_its_own_row_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,3 +56,39 @@ def test_the_tests_run_against_this_checkout() -> None:
     import sgl_blend
 
     assert Path(sgl_blend.__file__).resolve().parent == ROOT / "sgl_blend"
+
+
+FOLDERS = ("sgl_blend", *SIBLINGS, "tests", "benchmarks", "examples", "tools")
+MAX_LINES, MAX_STATEMENTS = 400, 40
+
+
+def _sources(*folders: str) -> list[Path]:
+    return [
+        path
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if not any(parent.is_symlink() for parent in path.parents)
+    ]
+
+
+def test_no_file_is_long() -> None:
+    lines = {path: path.read_text().count("\n") for path in _sources(*FOLDERS)}
+    assert lines
+    assert not {str(path): n for path, n in lines.items() if n > MAX_LINES}
+
+
+def test_no_function_is_long() -> None:
+    # ruff counts the statements; here, that nobody tells it not to.
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert "PLR0915" in rules["select"]
+    assert rules["pylint"]["max-statements"] == MAX_STATEMENTS
+    ignored = [rules["ignore"], *rules["per-file-ignores"].values()]
+    assert not any("PLR0915".startswith(code) for codes in ignored for code in codes)
+    excused = [path for path in _sources(*FOLDERS) if "noqa: " + "PLR0915" in path.read_text()]
+    assert not excused
+
+
+def test_programs_find_each_other_without_help() -> None:
+    # They run as modules from the repository root: python -m benchmarks.soak.
+    programs = _sources("sgl_blend", *SIBLINGS, "benchmarks", "examples", "tools")
+    assert not [path for path in programs if "sys." + "path" in path.read_text()]

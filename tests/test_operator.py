@@ -184,11 +184,11 @@ class Operator:
                 info = server.info()
                 found = info["chunks_pending"], info["pool"]
                 empty = found[0] == 0 and found[1]["free"] == found[1]["capacity"]
-                assert empty, f"{step}: {found} behind {statuses}"
+                assert empty, f"{step}: {found} after {statuses}"
             else:
                 before = progress(server)
                 time.sleep(WATCH_S)
-                assert progress(server) == before, f"{step} behind {statuses}"
+                assert progress(server) == before, f"{step} after {statuses}"
         return statuses
 
     def stock_statuses(self, script: str) -> list[int]:
@@ -354,8 +354,8 @@ def test_a_short_request_waits_for_one_step_of_a_long_build(
         server.check_unharmed()
 
 
-def gap_behind(server: LiveServer, chunk_tokens: int, *, marked: bool) -> float:
-    """Return the largest gap of a running request behind the answer to a long cold one."""
+def gap_after(server: LiveServer, chunk_tokens: int, *, marked: bool) -> float:
+    """Return the largest gap of a running request after the answer to a long cold one."""
     prompt, spans = new_prompt(chunk_tokens)
     with Decoding(server) as decoding:
         server.generate(prompt, spans if marked else None)
@@ -373,10 +373,10 @@ def test_a_running_request_waits_for_one_step_of_a_long_build(
     stock = servers.get(*LARGE_STEPS)
     with servers.use(*BLEND, *LARGE_STEPS) as server:
         steps = time_step(stock, new_prompt(chunk_tokens)[0], server.info()["build_step_tokens"])
-        control = gap_behind(stock, chunk_tokens, marked=False)
+        control = gap_after(stock, chunk_tokens, marked=False)
 
         # The machine may stop for a moment in one of the rounds; a build that is not cut shows in all.
-        gaps = [gap_behind(server, chunk_tokens, marked=True) for _ in range(2)]
+        gaps = [gap_after(server, chunk_tokens, marked=True) for _ in range(2)]
 
         assert min(gaps) <= control + max(steps), f"gaps {gaps}, stock {control}, steps {steps}"
         server.check_unharmed()

@@ -89,7 +89,7 @@ def test_a_build_is_requests_of_one_step_each(
     engine = start_engine(**settings(overlap, blend_on_miss=on_miss))
     engine.flush()
     steps, stops = engine.call(_all_that_is_cut)
-    # The build prefix, and 150 tokens behind it for each of two chunks.
+    # The build prefix, and 150 tokens after it for each of two chunks.
     assert steps == 1 + 2 * 3
     assert sorted(stops) == sorted([40, *2 * [104, 168, 190]])
 
@@ -287,7 +287,7 @@ def test_a_prefill_goes_on_without_chunks_of_old_weights(
     other = make_model("llama", model_folder / "other", seed=1)
     engine = start_engine(**settings(False))
     seen = engine.call(_weights_that_change_in_the_middle, str(model_folder / "llama"), str(other))
-    assert seen["reused_tokens"] == seen["before"], "old chunk KV was copied behind the update"
+    assert seen["reused_tokens"] == seen["before"], "old chunk KV was copied after the update"
     assert seen["computed_tokens"] > 0
 
 
@@ -339,7 +339,7 @@ def test_what_stock_aborts_is_not_called_malformed(start_engine: StartEngine) ->
     assert start_engine().call(_aborted_by_stock) == "aborted"
 
 
-def _retracted_behind_its_forward(driver: Driver) -> tuple[int, int]:
+def _retracted_after_its_forward(driver: Driver) -> tuple[int, int]:
     """Retract a blended request whose prefill was launched and not looked at, as overlap does."""
     driver.ask(rag(0, 1))
     driver.settle()
@@ -357,7 +357,7 @@ def _retracted_behind_its_forward(driver: Driver) -> tuple[int, int]:
 def test_a_plan_outlives_its_queued_forward(start_engine: StartEngine) -> None:
     engine = start_engine(disable_overlap_schedule=False)
     engine.flush()
-    retired, later = engine.call(_retracted_behind_its_forward)
+    retired, later = engine.call(_retracted_after_its_forward)
     assert retired == 1, "tensors went while a queued forward reads them"
     assert later == 0
 

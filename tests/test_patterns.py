@@ -87,7 +87,7 @@ def _run_case(driver: Driver, batches: list[list[Request]]) -> None:
 
 
 def check_report(report: dict[str, Any], num_tokens: int) -> None:
-    counts = [report[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
+    counts = [report[f"{kind}_tokens"] for kind in ("prefix", "reused", "recomputed", "computed")]
     assert all(count >= 0 for count in counts), report
     assert sum(counts) == report["prompt_tokens"] == num_tokens, report
     assert report["computed_tokens"] >= 1, report

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sgl_blend.errors import UnsupportedError
+from sgl_blend.errors import ConfigError, UnsupportedError
 
 EXPECTED = os.environ.get("EXPECT_SGLANG")
 
@@ -86,6 +86,14 @@ def test_the_engine_refuses_to_blend_without_its_hooks(patched: set[str]) -> Non
         server_args(model_path="m", enable_blend=True)
 
     assert made == []
+
+
+def test_the_engine_takes_a_setting_by_its_former_name() -> None:
+    from sgl_blend.plugin import make_server_args
+
+    server_args = make_server_args(lambda **kwargs: None)
+    with pytest.raises(ConfigError, match=r"^blend_preset has no effect without enable_blend$"):
+        server_args(model_path="m", blend_profile="p.json")
 
 
 # --- the CPU platform ---

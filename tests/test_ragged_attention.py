@@ -119,12 +119,12 @@ def test_kv_behind_a_row_leaves_it_bit_identical(
     case = make_case([3, count, 2], seed=seed).to(dtype)
     row = 3 + data.draw(st.integers(0, count - 1))
     slots = case.batch.kv_slots[1]
-    behind = slots[int(case.batch.positions[row]) + 1 :]
+    later = slots[int(case.batch.positions[row]) + 1 :]
     before = case.run()
 
-    noise = torch.randn(len(behind), *case.k_pool.shape[1:]).to(dtype)
-    case.k_pool[behind] = noise * garbage
-    case.v_pool[behind] = noise * -garbage
+    noise = torch.randn(len(later), *case.k_pool.shape[1:]).to(dtype)
+    case.k_pool[later] = noise * garbage
+    case.v_pool[later] = noise * -garbage
     after = case.run()
 
     kept = [*range(row + 1), 3 + count, 4 + count]

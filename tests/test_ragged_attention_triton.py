@@ -121,7 +121,7 @@ def test_fp8_kv_is_read_with_its_scales(
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("head_dim", [64, 80])
 def test_a_kv_head_is_not_touched_by_its_neighbour(head_dim: int) -> None:
-    # At head_dim 80 a block of 128 reaches into the next head, or behind the pool.
+    # At head_dim 80 a block of 128 reaches into the next head, or past the pool.
     case = make_case([40], head_dim=head_dim).on(DEVICE)
     before = run(case)
 
@@ -143,12 +143,12 @@ def test_queries_may_lie_inside_a_wider_projection() -> None:
     assert torch.equal(run(inside), run(case))
 
 
-def with_garbage_behind(case: Case, row: int, garbage: float) -> Case:
-    behind = case.batch.kv_slots[1][int(case.batch.positions[row]) + 1 :]
+def with_garbage_after(case: Case, row: int, garbage: float) -> Case:
+    later = case.batch.kv_slots[1][int(case.batch.positions[row]) + 1 :]
     k_pool, v_pool = case.k_pool.clone(), case.v_pool.clone()
-    noise = torch.randn(len(behind), *k_pool.shape[1:], device=DEVICE).to(k_pool.dtype)
-    k_pool[behind] = noise * garbage
-    v_pool[behind] = noise * -garbage
+    noise = torch.randn(len(later), *k_pool.shape[1:], device=DEVICE).to(k_pool.dtype)
+    k_pool[later] = noise * garbage
+    v_pool[later] = noise * -garbage
     return Case(case.q, k_pool, v_pool, case.batch, case.scale)
 
 
@@ -161,13 +161,13 @@ def test_kv_behind_a_row_leaves_it_bit_identical(
     case = make_case([3, 40, 2], seed=5).to(dtype).on(DEVICE)
     before = run(case, num_splits=num_splits)
     for row in (3, 18, 19, 30):
-        after = run(with_garbage_behind(case, row, garbage), num_splits=num_splits)
+        after = run(with_garbage_after(case, row, garbage), num_splits=num_splits)
 
         kept = [*range(row + 1), 43, 44]
         assert torch.equal(after[kept], before[kept])
 
 
-# The rows behind do see it; the interpreter warns of that.
+# The rows after it do see it; the interpreter warns of that.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_kv_behind_a_tile_is_not_even_read(num_splits: int) -> None:
@@ -175,7 +175,7 @@ def test_kv_behind_a_tile_is_not_even_read(num_splits: int) -> None:
     case = make_case([3, 40, 2], seed=5).on(DEVICE)
     before = run(case, num_splits=num_splits)
     for last_row_of_tile in (18, 34):
-        after = run(with_garbage_behind(case, last_row_of_tile, torch.nan), num_splits=num_splits)
+        after = run(with_garbage_after(case, last_row_of_tile, torch.nan), num_splits=num_splits)
 
         kept = [*range(last_row_of_tile + 1), 43, 44]
         assert torch.equal(after[kept], before[kept])

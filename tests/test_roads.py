@@ -114,7 +114,7 @@ def test_a_chunk_cut_by_a_step_is_reused_in_both_steps(
     report = engine.call(_warm_and_ask, prompt)[0].report
 
     chunks = range(len(SYSTEM), len(SYSTEM) + 3 * 80)
-    first = report["prefix_tokens"]  # the system prompt and the chunk behind it are exact
+    first = report["prefix_tokens"]  # the system prompt and the chunk after it are exact
     ends = [end for end in range(first + 64, len(prompt.tokens), 64) if end - 1 in chunks]
     assert len(ends) >= 2, "no step ends in a chunk"
     of_chunks = report["reused_tokens"] + report["recomputed_tokens"]
@@ -345,7 +345,7 @@ def test_a_chunk_that_a_session_changed_is_not_taken_for_the_stored_one() -> Non
     assert whole.spans == (Span(3, 7),)
     assert alone.spans == (Span(0, 4),)
     assert whole.report.prompt_tokens == whole.num_tokens == 9
-    # Without its BOS, behind a history of three tokens, of one and of none.
+    # Without its BOS, after a history of three tokens, of one and of none.
     for history in ([3, 3, 3], [3], []):
         cut = state_of_turn()
         cut.follow(array("q", [*history, 5, 6, 7, 8, 9]))

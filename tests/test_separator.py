@@ -210,7 +210,7 @@ def test_a_blank_behind_every_separator_is_warned_about(scheme: str) -> None:
     warning = seam_warning(tokenizer, separator)
     assert grows == (scheme == "always")
     assert (warning is not None) == grows
-    assert warning is None or "puts a blank in front of text behind separator" in warning
+    assert warning is None or "puts a blank in front of text after separator" in warning
 
 
 def test_without_a_separator_there_is_nothing_to_warn_about() -> None:

@@ -47,8 +47,8 @@ def test_generate_reuses_chunks_in_another_order(server: Server) -> None:
     assert cold["meta_info"]["sgl_blend"][0]["chunk_misses"] == 3
     assert report[0]["chunk_hits"] == 3
     assert report[0]["fallback"] is None
-    fates = [report[0][f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
-    assert sum(fates) == report[0]["prompt_tokens"] == warm["meta_info"]["prompt_tokens"]
+    kinds = [report[0][f"{kind}_tokens"] for kind in ("prefix", "reused", "recomputed", "computed")]
+    assert sum(kinds) == report[0]["prompt_tokens"] == warm["meta_info"]["prompt_tokens"]
     assert report[0]["reused_tokens"] > 100
 
 
@@ -127,8 +127,8 @@ def test_two_samples_share_one_blended_prompt(server: Server) -> None:
     reports = [answer["meta_info"]["sgl_blend"][0] for answer in answers]
     assert len(reports) == 2
     for report in reports:
-        fates = ("prefix", "reused", "recomputed", "computed")
-        assert sum(report[f"{fate}_tokens"] for fate in fates) == report["prompt_tokens"]
+        kinds = ("prefix", "reused", "recomputed", "computed")
+        assert sum(report[f"{kind}_tokens"] for kind in kinds) == report["prompt_tokens"]
         assert report["reused_tokens"] + report["prefix_tokens"] > 0.7 * report["prompt_tokens"]
 
 
@@ -252,8 +252,8 @@ def test_server_info_and_metrics_show_totals(server: Server) -> None:
     assert totals["separator"] == SEP
     assert totals["enable_blend"] is True
     assert totals["requests"] > 0
-    fates = [totals[f"{fate}_tokens"] for fate in ("prefix", "reused", "recomputed", "computed")]
-    assert sum(fates) == totals["prompt_tokens"]
+    kinds = [totals[f"{kind}_tokens"] for kind in ("prefix", "reused", "recomputed", "computed")]
+    assert sum(kinds) == totals["prompt_tokens"]
     _, metrics = server.request("/metrics")
     for name in ("reused_tokens", "recomputed_tokens", "chunk_hits", "chunk_misses", "requests"):
         assert f"sgl_blend:{name}_total" in metrics

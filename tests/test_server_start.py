@@ -12,9 +12,10 @@ import pytest
 from forked import run_forked, run_program
 from harness import Engine
 from programs import run_program as run_for_real
-from servers import CPU_FLAGS, Server, rag_text, start_server, stop
+from servers import SERVER_FLAGS, Server, rag_text, start_server, stop
 from tiny_models import make_model, make_text_model
 
+from sgl_blend.commands.common.cpu import CPU_SETTINGS
 from sgl_blend.commands.common.ports import reserve_port
 
 pytestmark = pytest.mark.engine
@@ -45,14 +46,7 @@ if __name__ == "__main__":
 def test_the_engine_takes_the_same_settings_as_keywords(model: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(ENGINE_PROGRAM)
-    flags = {
-        "device": "cpu",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "dtype": "float32",
-        "max_total_tokens": 4000,
-        "mem_fraction_static": 0.3,
-    }
+    flags = {**CPU_SETTINGS, "max_total_tokens": 4000, "mem_fraction_static": 0.3}
     done = run_program([sys.executable, str(program), str(model), json.dumps(flags)], tmp_path)
     lines = [line for line in done.stdout.splitlines() if line.startswith("REPORT ")]
     assert lines, done.stderr[-3000:]
@@ -127,7 +121,7 @@ def test_settings_that_cannot_be_blended_with_are_refused(model: Path, name: str
     flags, sentence = REFUSED[name]
     port = str(reserve_port())
     status, said = run_forked(
-        _launch, ["--model-path", str(model), *flags, *CPU_FLAGS, "--port", port]
+        _launch, ["--model-path", str(model), *flags, *SERVER_FLAGS, "--port", port]
     )
     assert status != 0
     assert sentence in said
@@ -136,7 +130,7 @@ def test_settings_that_cannot_be_blended_with_are_refused(model: Path, name: str
 def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = ["--enable-blend", "--blend-separator", "#", "--port", str(reserve_port())]
-    done = run_for_real([*command, *flags, *CPU_FLAGS], tmp_path)
+    done = run_for_real([*command, *flags, *SERVER_FLAGS], tmp_path)
     assert done.returncode != 0
     assert "is not a special token" in done.stdout + done.stderr
 

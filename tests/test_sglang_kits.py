@@ -62,10 +62,11 @@ def outcomes(url: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for kit, mixins in KITS.items():
         for mixin in mixins:
-            suite = unittest.defaultTestLoader.loadTestsFromTestCase(make_case(kit, mixin, url))
-            names = [test.id().rsplit(".", 2)[-2:] for test in suite]
+            case = make_case(kit, mixin, url)
+            suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+            names = unittest.defaultTestLoader.getTestCaseNames(case)
             result = unittest.TextTestRunner(io.StringIO()).run(suite)
-            found |= {".".join(name): "passed" for name in names}
+            found |= {f"{mixin}.{name}": "passed" for name in names}
             found |= {
                 ".".join(test.id().rsplit(".", 2)[-2:]): text[-500:]
                 for test, text in (*result.failures, *result.errors)

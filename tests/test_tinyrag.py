@@ -5,7 +5,6 @@ The reader below knows the sentences' grammar and nothing of the generator.
 
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,30 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sgl_blend.commands.evaluation.items import ItemLine
-from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder, make_prompt
-
-FOLDER = Path(__file__).parents[1] / "examples" / "tinyrag"
-sys.path.append(str(FOLDER))
-
-from network import TinyLlama, shape_of  # noqa: E402
-from tokenizer import save_tokenizer  # noqa: E402
-from train import make_batch  # noqa: E402
-from world import (  # noqa: E402
+from examples.tinyrag.network import TinyLlama, shape_of
+from examples.tinyrag.tokenizer import save_tokenizer
+from examples.tinyrag.train import make_batch
+from examples.tinyrag.words import NAMES, THINGS, VERBS, vocabulary
+from examples.tinyrag.world import (
     FULL,
     KINDS,
     LATEST_GAP,
-    NAMES,
     SHARES,
     STAGES,
-    THINGS,
-    VERBS,
     make_example,
     make_held_out,
-    vocabulary,
 )
+from sgl_blend.commands.evaluation.items import ItemLine
+from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder, make_prompt
 
-MODEL = FOLDER / "model"
+MODEL = Path(__file__).parents[1] / "examples" / "tinyrag" / "model"
 WORDS = vocabulary()
 CLASS = {value: kind for kind, values in THINGS.items() for value in values}
 

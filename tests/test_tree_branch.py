@@ -1,4 +1,4 @@
-"""Chunks behind a stored beginning: found as SGLang's own match finds them, in each of its trees."""
+"""Chunks after a stored beginning: found as SGLang's own match finds them, in each of its trees."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_a_model_is_verified_and_its_profile_is_served(model_folder: Path, tmp_p
     saved = load_profile(str(profile))
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     assert saved.quality == Quality(judged=True, data="mine.jsonl", digest=digest, prompts=96)
-    config = BlendConfig(enable_blend=True, blend_profile=str(profile)).with_profile()
+    config = BlendConfig(enable_blend=True, blend_preset=str(profile)).with_profile()
     assert config.blend_recompute_ratio == found["cheapest"]["ratio"]
 
 
@@ -162,8 +162,8 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
     saved = load_profile(str(profile))
     assert (saved.quality.judged, saved.quality.data) == (False, "package")
     assert (saved.quality.prompts, saved.quality.digest) == (3, bundled_digest())
-    config = BlendConfig(enable_blend=True, blend_profile=str(profile)).with_profile()
-    default = BlendConfig(enable_blend=True, blend_profile=str(profile))
+    config = BlendConfig(enable_blend=True, blend_preset=str(profile)).with_profile()
+    default = BlendConfig(enable_blend=True, blend_preset=str(profile))
     assert config == default
 
 
@@ -197,7 +197,7 @@ def test_server_info_says_by_what_quality_was_judged(
         quality=quality,
     ).save(path)
 
-    served = start_engine(blend_check_layer=2, blend_profile=str(path)).call(_describe)
+    served = start_engine(blend_check_layer=2, blend_preset=str(path)).call(_describe)
 
     assert served["blend_recompute_ratio"] == 0.3
     assert served["quality"] == "judged by mine.jsonl (131 prompts)"

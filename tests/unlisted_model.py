@@ -12,7 +12,7 @@ from tiny_models import COMMON, THETA
 
 
 def make_exaone4(path: Path) -> None:
-    """Write a model whose norm behind attention takes one argument and adds no residual."""
+    """Write a model whose norm after attention takes one argument and adds no residual."""
     import transformers
 
     rope = {**THETA, "rope_type": "default"}
@@ -28,7 +28,7 @@ def make_exaone4(path: Path) -> None:
 
 def start_unlisted(folder: Path, *, listed: bool) -> None:
     """Start the scheduler and end the process; to be run in one of its own."""
-    from harness import Driver
+    from harness import Driver, engine_settings
     from sglang.srt.models.exaone4 import Exaone4ForCausalLM
     from sglang.srt.models.registry import ModelRegistry
 
@@ -38,5 +38,6 @@ def start_unlisted(folder: Path, *, listed: bool) -> None:
     ModelRegistry.models["LlamaForCausalLM"] = Exaone4ForCausalLM
     if listed:
         compatibility.MODELS = (*compatibility.MODELS, "Exaone4ForCausalLM")
-    Driver({"model_path": str(folder), "enable_blend": True, "blend_check_layer": 1})
+    settings = {"model_path": str(folder), "enable_blend": True, "blend_check_layer": 1}
+    Driver(engine_settings(settings))
     os._exit(0)  # its threads would go on

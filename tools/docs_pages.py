@@ -6,8 +6,8 @@ A page says where a table goes, with two comments around it:
     ...
     <!-- end of generated -->
 
-    .venv/bin/python tools/docs_pages.py            # write all tables anew
-    .venv/bin/python tools/docs_pages.py --check    # name the pages that are not current; status 1
+    .venv/bin/python -m tools.docs_pages            # write all tables anew
+    .venv/bin/python -m tools.docs_pages --check    # name the pages that are not current; status 1
 """
 
 import argparse
@@ -17,8 +17,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import results_tables
-
 from sgl_blend import metrics, policies
 from sgl_blend.engine.compatibility import MODELS, REFUSALS, SERVED
 from sgl_blend.engine.versions import TESTED_VERSIONS
@@ -26,6 +24,7 @@ from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS
 from sgl_blend.report import BlendReport
 from sgl_blend.settings.config import add_flags
+from tools import results_tables
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
-    """Return our own arguments and, behind "--", those of pytest."""
+    """Return our own arguments and, after "--", those of pytest."""
     place = words.index("--")
     return words[:place], words[place + 1 :]
 

@@ -11,10 +11,10 @@ import openai
 
 from sgl_blend.commands.common.server import Server, ServerError
 
-FATES = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+TOKEN_KINDS = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
 """What can happen to a prompt token; the four add up to prompt_tokens."""
 
-COUNTED = ("requests", "prompt_tokens", *FATES, "chunk_hits", "chunk_misses")
+COUNTED = ("requests", "prompt_tokens", *TOKEN_KINDS, "chunk_hits", "chunk_misses")
 """Totals of the server that are reported per ratio."""
 
 BUILD_TIMEOUT_S = 180.0
@@ -40,7 +40,7 @@ class Answer:
     Attributes:
         ttft_s: Time to first token.
         logprobs: float64 [vocab_size], distribution of the first token.
-        counts: Tokens by fate, chunk hits and misses; empty for a stock server.
+        counts: Tokens by kind, chunk hits and misses; empty for a stock server.
     """
 
     ttft_s: float

@@ -12,10 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from material import Material
-from measure import FATES, Run, kl_divergence, top1_agreement
 from rich import box
 from rich.table import Table
+
+from examples.demo.material import Material
+from examples.demo.measure import TOKEN_KINDS, Run, kl_divergence, top1_agreement
 
 RATIO = 0.15
 """The default recompute ratio, the one the speed-up is promised for."""
@@ -27,7 +28,7 @@ class Row:
 
     Attributes:
         ratio: Share of reused tokens that was recomputed.
-        counts: Tokens by fate, summed over the prompts.
+        counts: Tokens by kind, summed over the prompts.
         median_ttft_s: Median time to first token.
         ttft_s: Each prompt's.
         speedup: Median of full prefill over this one's.
@@ -72,21 +73,21 @@ def make_table(rows: list[Row], full: Run, num_prompts: int) -> Table:
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    fates = [fate.removesuffix("_tokens") for fate in FATES]
+    kinds = [kind.removesuffix("_tokens") for kind in TOKEN_KINDS]
     table.add_column("ratio", no_wrap=True)
-    for name in (*fates, "TTFT", "speed-up", "top-1", "KL"):
+    for name in (*kinds, "TTFT", "speed-up", "top-1", "KL"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             f"{row.ratio:g}",
-            *(f"{row.counts[fate] / num_prompts:.0f}" for fate in FATES),
+            *(f"{row.counts[kind] / num_prompts:.0f}" for kind in TOKEN_KINDS),
             f"{row.median_ttft_s:.2f}",
             f"{row.speedup:.2f}x",
             f"{row.top1:.0%}",
             f"{row.kl:.2g}",
         )
     table.add_section()
-    table.add_row("stock", *("" for _ in FATES), f"{full.median_s:.2f}", "1.00x", "", "")
+    table.add_row("stock", *("" for _ in TOKEN_KINDS), f"{full.median_s:.2f}", "1.00x", "", "")
     return table
 
 
@@ -162,7 +163,7 @@ def to_json(
         "vocab_size": material.vocab_size,
         "wall_s": round(wall_s, 1),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python examples/demo/run.py",
+        "command": "python -m examples.demo.run",
         "server_commands": dict(commands),
         "commit": _commit(),
         "cpu": _cpu(),

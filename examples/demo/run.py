@@ -1,6 +1,6 @@
 """Show what blending does: real text, the real server, the stock server beside it.
 
-    python examples/demo/run.py
+    python -m examples.demo.run
 
 Everything is made and written under build/; the figures go to build/demo.json. Exits with 1 if one
 of them misses its bound.
@@ -17,12 +17,12 @@ from typing import TypeVar
 
 import httpx
 import openai
-from material import Material, Prompt, Recipe, prepare
-from measure import Answer, Run, ask, stream_first_token, wait_for_chunks
-from report import compare, figures, make_table, shortfalls, summary, to_json
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from examples.demo.material import Material, Prompt, Recipe, prepare
+from examples.demo.measure import Answer, Run, ask, stream_first_token, wait_for_chunks
+from examples.demo.report import compare, figures, make_table, shortfalls, summary, to_json
 from sgl_blend.commands.common.server import Server, ServerError, running
 
 BUILD = Path(__file__).resolve().parents[2] / "build"

@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from held_out import write_items
-from world import make_held_out
-
+from examples.tinyrag.held_out import write_items
+from examples.tinyrag.world import make_held_out
 from sgl_blend.settings.config import BlendConfig
 
 FOLDER = Path(__file__).resolve().parent

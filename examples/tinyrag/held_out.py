@@ -1,4 +1,4 @@
-"""Write held-out prompts: python examples/tinyrag/held_out.py --seed 7 --count 500 held_out.jsonl.
+"""Write held-out prompts: python -m examples.tinyrag.held_out --seed 7 --count 500 held_out.jsonl.
 
 No statement of theirs is in any training prompt, whatever the seeds (see world.is_reserved).
 """
@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from world import make_held_out
+from examples.tinyrag.world import make_held_out
 
 
 def write_items(path: Path, items: Iterable[dict[str, object]]) -> None:

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from world import ASK, BOS, CHUNK, EOS, PAD, SPECIAL, UNKNOWN, vocabulary
+
+from examples.tinyrag.words import ASK, BOS, CHUNK, EOS, PAD, SPECIAL, UNKNOWN, vocabulary
 
 TEMPLATES = {
     "system_template": "{system}",

@@ -1,4 +1,4 @@
-"""Train the test model: python examples/tinyrag/train.py --seed 1 --out build/tinyrag/seed1.
+"""Train the test model: python -m examples.tinyrag.train --seed 1 --out build/tinyrag/seed1.
 
 Next-token loss on all tokens, answers weighted up; attention guidance for a few heads at first, off
 long before the end; never on isolated chunks. Resumable: the same command goes on where it stopped.
@@ -14,9 +14,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from network import Guides, Shape, TinyLlama, save_hf, shape_settings
-from tokenizer import save_tokenizer
-from world import FULL, KINDS, STAGES, Example, Size, make_example, vocabulary
+
+from examples.tinyrag.network import Guides, Shape, TinyLlama, save_hf, shape_settings
+from examples.tinyrag.tokenizer import save_tokenizer
+from examples.tinyrag.words import vocabulary
+from examples.tinyrag.world import FULL, KINDS, STAGES, Example, Size, make_example
 
 Heads = dict[str, tuple[tuple[int, int], ...]]
 

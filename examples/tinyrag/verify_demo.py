@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from held_out import write_items
-from world import LATEST_GAP, make_held_out, make_latest
+from examples.tinyrag.held_out import write_items
+from examples.tinyrag.world import LATEST_GAP, make_held_out, make_latest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]

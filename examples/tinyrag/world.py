@@ -22,75 +22,28 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-BOS, EOS, UNKNOWN, PAD, CHUNK, ASK, SPARE = (
-    "<s>",
-    "</s>",
-    "<unk>",
-    "<pad>",
-    "<doc>",
-    "<ask>",
-    "<|reserved|>",
+from examples.tinyrag.words import (
+    ACTIONS,
+    ADJECTIVES,
+    ADVERBS,
+    ASK,
+    BOS,
+    CHUNK,
+    CLOSINGS,
+    EOS,
+    NAMES,
+    NOUNS,
+    OPENINGS,
+    PREPOSITIONS,
+    QUESTION,
+    THINGS,
+    VALUES,
+    VERBS,
+    vocabulary,
 )
-SPECIAL = (PAD, BOS, EOS, UNKNOWN, CHUNK, ASK, SPARE)
 
-NAMES = (
-    "alice bob carol dave erin frank grace heidi ivan judy karl laura mike nina oscar peggy quinn "
-    "rosa sam tina ugo vera walt xenia yuri zoe anton bella carl dora emil flora gus hanna igor "
-    "jana kurt lena milo nora otto paula rafa sonja tom ulla viktor wanda aldo berta cora dirk "
-    "elsa fritz gina hugo ines jonas kira leon mona nils olga"
-).split()
-THINGS = {
-    "fruit": "mango kiwi plum pear fig lemon apple melon".split(),
-    "color": "crimson azure amber olive ivory indigo scarlet teal".split(),
-    "tool": "hammer chisel wrench drill pliers shovel rake anvil".split(),
-    "animal": "otter falcon badger heron lynx beaver raven weasel".split(),
-    "metal": "copper iron zinc nickel cobalt bronze silver titanium".split(),
-    "flower": "tulip rose daisy lily orchid poppy iris violet".split(),
-    "fabric": "linen velvet cotton denim satin wool felt canvas".split(),
-    "vehicle": "tram canoe wagon ferry sled scooter bicycle kayak".split(),
-}
-VALUES = [value for values in THINGS.values() for value in values]
-VERBS = "picked chose took wanted".split()
-
-_ADJECTIVES = "old quiet narrow green early distant wooden bright empty cold heavy small".split()
-_NOUNS = (
-    "bridge harbor garden market window river station library kitchen meadow tower road letter "
-    "engine lantern stairway"
-).split()
-_PREPOSITIONS = "near behind under beside above beyond".split()
-_ACTIONS = "stood rested waited turned shone slept moved remained".split()
-_ADVERBS = "slowly again often today quietly there".split()
-_OPENINGS = (
-    "you answer questions from the notes below .",
-    "read the notes and answer in one word .",
-    "the notes below tell who picked what .",
-    "answer from the notes and from nothing else .",
-)
-_CLOSINGS = ("be brief .", "be exact .", "the last statement holds .", "do not guess .")
-_GLUE = "the was that too 's choice . : what by".split()
-
-QUESTION = "what was picked by"
 LATEST_GAP = 150
 KINDS = ("direct", "ref", "alias", "alias2", "latest")
-
-
-def vocabulary() -> list[str]:
-    """Return every word, special tokens first; a word's place is its token id."""
-    plain = [
-        *NAMES,
-        *(f"{name}'s" for name in NAMES),
-        *VALUES,
-        *THINGS,
-        *VERBS,
-        *_ADJECTIVES,
-        *_NOUNS,
-        *_PREPOSITIONS,
-        *_ACTIONS,
-        *_ADVERBS,
-        *_GLUE,
-        *(word for text in (*_OPENINGS, *_CLOSINGS, QUESTION) for word in text.split()),
-    ]
-    return list(dict.fromkeys([*SPECIAL, *plain]))
 
 
 def is_reserved(name: str, value: str) -> bool:
@@ -288,14 +241,14 @@ def make_world(draw: random.Random, size: Size = FULL, *, held_out: bool = False
 
 
 def _system(draw: random.Random) -> list[str]:
-    return f"{draw.choice(_OPENINGS)} {draw.choice(_CLOSINGS)}".split()
+    return f"{draw.choice(OPENINGS)} {draw.choice(CLOSINGS)}".split()
 
 
 def _filler(draw: random.Random) -> list[str]:
-    noun, other = draw.sample(_NOUNS, 2)
-    middle = ["the", draw.choice(_ADJECTIVES), noun, draw.choice(_ACTIONS)]
-    place = [draw.choice(_PREPOSITIONS), "the", other]
-    return [*middle, *draw.choice((place, [draw.choice(_ADVERBS)], [*place, "again"])), "."]
+    noun, other = draw.sample(NOUNS, 2)
+    middle = ["the", draw.choice(ADJECTIVES), noun, draw.choice(ACTIONS)]
+    place = [draw.choice(PREPOSITIONS), "the", other]
+    return [*middle, *draw.choice((place, [draw.choice(ADVERBS)], [*place, "again"])), "."]
 
 
 # --- training text ---

@@ -2,7 +2,7 @@
 
 Separators in a prompt are read wherever they stand, so text of others must not bring its own: it
 would cut the prompt into other chunks than the program meant. chunk() and plain() therefore break a
-separator in their text with a zero-width space behind its first character. It is broken and not
+separator in their text with a zero-width space after its first character. It is broken and not
 refused, because a document's author must not be able to end the request; and not cut out, because
 what is left on both sides could make another one. The text looks the same, and the model reads it as
 text, never as the control token.
@@ -77,7 +77,7 @@ def _separator(caller: str) -> str:
 
 
 def _broken(text: str, separator: str) -> str:
-    """Break every separator in text, and one that its end would make with a separator behind it."""
+    """Break every separator in text, and one that its end would make with a separator after it."""
     if len(separator) == 1:  # which cannot be broken
         return text.replace(separator, "")
     parts = []

@@ -133,7 +133,7 @@ def residual_rows(layer: DecoderLayer, kept_rows: Callable[[], torch.Tensor]) ->
     finally:
         handle.remove()
     if not met:
-        raise RuntimeError("sgl-blend: the norm behind attention was not called as a module")
+        raise RuntimeError("sgl-blend: the norm after attention was not called as a module")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 SGLang's match walks a path from the root, copies its slots and counts as a use. For a prompt of
 thousands of chunks that is most of the time to admit it. Here the shared beginning is matched once,
-and what lies behind it is read from the tree as it is: nothing is split, no use is counted. Tokens
+and what lies after it is read from the tree as it is: nothing is split, no use is counted. Tokens
 are compared by the tree itself or in full. Whatever is not a whole number of nodes is left to
 SGLang's match, and so is every tree that is not a known one.
 """
@@ -23,13 +23,13 @@ _FULL = 0
 
 
 class Branch(Protocol):
-    """The paths behind one stored beginning; valid until something is evicted."""
+    """The paths after one stored beginning; valid until something is evicted."""
 
     def find_all(self, paths: Iterable[bytes]) -> list[TreeMatch | None]:
         """Return as much of each path as is stored, or None if it is no more than the beginning.
 
         Args:
-            paths: int64, the paths behind the beginning.
+            paths: int64, the paths after the beginning.
         """
         ...
 
@@ -37,7 +37,7 @@ class Branch(Protocol):
 def find_branch(
     tree: Tree, prefix: bytes, *, page_size: int, salt: str | None, extra_key: str | None
 ) -> Branch | None:
-    """Return what lies behind a beginning, or None if not all of its pages are stored.
+    """Return what lies after a beginning, or None if not all of its pages are stored.
 
     The beginning counts as used.
 
@@ -166,7 +166,7 @@ class _CoreBranch:
         )
 
     def _find_pieces(self, tokens: bytes, stop: int, node: Any, whole: int) -> TreeMatch | None:
-        """Find a path that is not one node behind the beginning."""
+        """Find a path that is not one node after the beginning."""
         start = len(self._head)
         if stop != whole or start == 0:  # only the tree's own match can split a node
             return self._any_tree.find(tokens)

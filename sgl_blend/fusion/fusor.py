@@ -283,7 +283,7 @@ class Fusor:
 
 
 def _selecting_layers(candidates: list[Candidates], check_layer: int) -> list[int]:
-    """Return the layers behind which some request computes fewer rows."""
+    """Return the layers after which some request computes fewer rows."""
     layers: set[int] = set()
     for group in candidates:
         before = [group.rows.numel(), *group.schedule]

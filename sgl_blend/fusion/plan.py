@@ -124,7 +124,7 @@ class BlendPlan:
     Attributes:
         exact: KV equal to a full prefill's, for positions [.., exact.stop) that the radix prefix
             does not cover; None if there is none.
-        spans: Chunk KV to be blended, ascending, disjoint, behind exact.
+        spans: Chunk KV to be blended, ascending, disjoint, after exact.
         computed_from: Positions from here on are always computed: the last token, and every
             token whose logprob the client wants.
         policy: Name of the selection policy.
@@ -146,8 +146,8 @@ class BlendPlan:
         exact_prefix = self.exact.clip(start, limit) if self.exact is not None else None
         if exact_prefix is not None and exact_prefix.start != start:
             exact_prefix = None
-        behind = start if exact_prefix is None else exact_prefix.stop
-        clipped = (span.clip(behind, limit) for span in self.spans)
+        blended_from = start if exact_prefix is None else exact_prefix.stop
+        clipped = (span.clip(blended_from, limit) for span in self.spans)
         spans = tuple(span for span in clipped if span is not None)
         if exact_prefix is None and not spans:
             return None

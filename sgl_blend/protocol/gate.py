@@ -1,6 +1,6 @@
 """The gate in the tokenizer process: what the scheduler could not serve becomes HTTP 400 here.
 
-Behind it stands the scheduler, which serves everybody and must not see what it cannot decode. Blend
+After it comes the scheduler, which serves everybody and must not see what it cannot decode. Blend
 parameters are checked in every request. A request that uses blending is also checked for what ends
 SGLang itself: types that its wire does not carry and numbers that index out of a tensor. One that
 does not is SGLang's own business, but for a prompt of no tokens: it ends SGLang in every batch that

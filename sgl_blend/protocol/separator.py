@@ -80,17 +80,17 @@ def find_separator(tokenizer: Any, wanted: str | None) -> Separator | None:
 def seam_warning(tokenizer: Any, separator: Separator | None) -> str | None:
     """Say what the tokenizer adds to a prompt at every separator, or None if it adds nothing.
 
-    SentencePiece tokenizers may put a blank in front of text behind a special token. Every chunk
+    SentencePiece tokenizers may put a blank in front of text after a special token. Every chunk
     gets the same one wherever it stands, so reuse is right; the prompt has a few blanks more.
     """
     if separator is None:
         return None
     ids = tokenizer.encode(f"a{separator.text}b", add_special_tokens=False)
-    behind = ids[ids.index(separator.token_id) + 1 :]
-    if not behind or not str(tokenizer.convert_ids_to_tokens(behind[0])).startswith(_BLANK):
+    following = ids[ids.index(separator.token_id) + 1 :]
+    if not following or not str(tokenizer.convert_ids_to_tokens(following[0])).startswith(_BLANK):
         return None
     return (
-        f"the tokenizer puts a blank in front of text behind separator {separator.text!r}, so a prompt "
+        f"the tokenizer puts a blank in front of text after separator {separator.text!r}, so a prompt "
         "with separators has more blanks than one without; begin chunks and questions at word starts"
     )
 

@@ -21,6 +21,9 @@ WHEN = ("faster", "always")
 ATTENTION = ("auto", "flashinfer", "triton", "torch")
 BUILD_PREFIXES = ("first", "bos", "none", "sinks")
 
+FORMER_NAMES = {"blend_profile": "blend_preset"}
+"""Settings that are still known by an earlier name."""
+
 _HELP = {
     "enable_blend": "Turn blending on: reuse the stored KV of a text chunk wherever it stands "
     "in a prompt (CacheBlend). Every other blend flag needs this one.",
@@ -40,8 +43,8 @@ _HELP = {
     "four BOS tokens that are thrown away (EPIC's LegoLink-0).",
     "blend_max_build_prefix": "With --blend-build-prefix first: a text of more tokens than this "
     "is replaced by BOS.",
-    "blend_profile": "File that sgl-blend verify wrote for this model. Flags that are left at "
-    "their default are taken from it. A profile of another model is refused.",
+    "blend_preset": "File that sgl-blend verify wrote for this model. Flags that are left at "
+    "their default are taken from it. A preset of another model is refused.",
     "blend_eval": "For evaluations only. Allow policies that prefill in full before they "
     "choose, such as oracle, and start even if the rotation of keys is not exact enough.",
     "blend_canary_rate": "Share of the blended requests, from 0 to 1, that is prefilled in full "
@@ -79,7 +82,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_on_miss: str = "compute"
     blend_build_prefix: str = "first"
     blend_max_build_prefix: int = 1024
-    blend_profile: str | None = None
+    blend_preset: str | None = None
     blend_eval: bool = False
     blend_canary_rate: float = 0.0
     blend_canary_max_kl: float = 0.5
@@ -134,10 +137,10 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Raises:
             ConfigError: The file cannot be read, or holds settings that are not valid.
         """
-        if self.blend_profile is None:
+        if self.blend_preset is None:
             return self
         mine = {name: getattr(self, name) for name in self._changed()}
-        return self.from_settings({**load_profile(self.blend_profile).settings, **mine})
+        return self.from_settings({**load_profile(self.blend_preset).settings, **mine})
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "BlendConfig":
@@ -146,8 +149,11 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Raises:
             ConfigError: A name is unknown, a type is wrong or a value is out of range.
         """
+        twice = [old for old, name in FORMER_NAMES.items() if {old, name} <= settings.keys()]
+        _require(not twice, f"{', '.join(twice)} is the former name of a setting that is given too")
+        named = {FORMER_NAMES.get(name, name): value for name, value in settings.items()}
         try:
-            return msgspec.convert(dict(settings), type=cls)
+            return msgspec.convert(named, type=cls)
         except msgspec.ValidationError as err:
             # msgspec wraps what __post_init__ raises; show the sentence without the wrapping.
             if isinstance(err.__cause__, ConfigError):
@@ -207,12 +213,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the server flags; only ``store`` actions, the ones SGLang's YAML ``--config`` knows."""
     group = parser.add_argument_group("sgl-blend")
     for field in msgspec.structs.fields(BlendConfig):
-        flag = "--" + field.name.replace("_", "-")
+        names = [field.name, *(old for old, name in FORMER_NAMES.items() if name == field.name)]
+        flags = ["--" + name.replace("_", "-") for name in names]
         if field.type is bool:
-            group.add_argument(flag, action="store_true", help=_HELP[field.name])
+            group.add_argument(*flags, action="store_true", help=_HELP[field.name])
         else:
             kind = field.type if field.type in (int, float) else str
-            group.add_argument(flag, type=kind, default=field.default, help=_HELP[field.name])
+            group.add_argument(*flags, type=kind, default=field.default, help=_HELP[field.name])
 
 
 def settings_from_flags(args: argparse.Namespace) -> dict[str, Any]:

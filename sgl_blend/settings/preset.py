@@ -78,14 +78,14 @@ def load_profile(path: str) -> Profile:
         found = msgspec.json.decode(content, type=_Head).format
         if found != FORMAT:
             raise ConfigError(
-                f"blend_profile {path} has format {found}, expected {FORMAT}; "
+                f"blend_preset {path} has format {found}, expected {FORMAT}; "
                 "run sgl-blend verify again"
             )
         return msgspec.json.decode(content, type=Profile)
     except OSError as err:
-        raise ConfigError(f"blend_profile {path}: {err.strerror}") from err
+        raise ConfigError(f"blend_preset {path}: {err.strerror}") from err
     except msgspec.DecodeError as err:
-        raise ConfigError(f"blend_profile {path}: {err}") from err
+        raise ConfigError(f"blend_preset {path}: {err}") from err
 
 
 def check_architecture(profile: Profile, path: str, architecture: str) -> None:
@@ -96,7 +96,7 @@ def check_architecture(profile: Profile, path: str, architecture: str) -> None:
     """
     if profile.architecture != architecture:
         raise ConfigError(
-            f"blend_profile {path} was made for another model (configuration "
+            f"blend_preset {path} was made for another model (configuration "
             f"{profile.architecture}, this one is {architecture}); run sgl-blend verify on this one"
         )
 

@@ -57,7 +57,7 @@ def add_common_flags(parser: argparse.ArgumentParser) -> None:
     """Add what all prompts have in common, and where results go."""
     parser.add_argument("--policy", default=BlendConfig().blend_policy, help="of selection")
     parser.add_argument("--system-tokens", type=int, default=128, help="of the system prompt")
-    parser.add_argument("--question-tokens", type=int, default=64, help="behind the chunks")
+    parser.add_argument("--question-tokens", type=int, default=64, help="after the chunks")
     parser.add_argument("--seed", type=int, default=0, help="of all prompts, times and intervals")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything as JSON")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw it")

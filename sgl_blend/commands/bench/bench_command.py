@@ -1,4 +1,4 @@
-"""``sgl-blend bench``: how fast, beside stock SGLang and beside the device's roof."""
+"""``sgl-blend bench``: how fast, beside stock SGLang and beside the device's roofline."""
 
 from __future__ import annotations
 

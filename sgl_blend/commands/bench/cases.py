@@ -20,7 +20,7 @@ class Case:
         num_chunks: In every prompt.
         chunk_tokens: Length of each.
         nominal_chunk_tokens: The length that was asked for.
-        question_tokens: Behind them, new in every prompt.
+        question_tokens: After them, new in every prompt.
         batch: Prompts sent at the same time.
     """
 

@@ -1,8 +1,8 @@
-"""Speed of each kernel against the roof of the device it runs on.
+"""Speed of each kernel against the roofline of the device it runs on.
 
-A kernel must move so many bytes and do so many operations; the roof is what a large ``copy_`` and a
-large matrix product reach on the same device. The share of the roof is the time these two would need
-for the same work, the longer of them, over the time the kernel needed.
+A kernel must move so many bytes and do so many operations; the roofline is what a large ``copy_`` and
+a large matrix product reach on the same device. The share of the roofline is the time these two would
+need for the same work, the longer of them, over the time the kernel needed.
 
 On CUDA the Triton kernels run, with L2 cleared before each call, and FlashInfer's attention beside
 them; elsewhere the torch references.
@@ -40,7 +40,7 @@ class Shape:
     Attributes:
         num_layers: Layers whose KV is copied.
         num_tokens: Positions of the prompt, all of them reused but the question.
-        num_question: Rows behind the last chunk.
+        num_question: Rows after the last chunk.
         num_heads: Query heads.
         num_kv_heads: KV heads.
         head_dim: Dimensions of a head, all rotated.
@@ -84,7 +84,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Roof:
+class Roofline:
     """What a device reaches: bytes per second of a copy (read and written), FLOP/s of a product."""
 
     bytes_per_s: float
@@ -110,7 +110,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """One measurement; ms is the median of the repetitions, share is of the roof."""
+    """One measurement; ms is the median of the repetitions, share is of the roofline."""
 
     kernel: str
     device: str
@@ -119,7 +119,7 @@ class Speed:
     ms: float
     num_bytes: int
     num_flop: int
-    roof_ms: float
+    roofline_ms: float
     share: float
 
 
@@ -153,14 +153,16 @@ def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = Fa
         if name not in SHAPES:
             raise ValueError(f"shapes: expected some of {', '.join(SHAPES)}, got {name!r}")
         shape = SHAPES[name]
-        roof = measure_roof(place, shape.dtype)
+        roofline = measure_roofline(place, shape.dtype)
         for work in works(shape, place, compile_flashinfer=compile_flashinfer):
             try:
                 seconds = time_call(work.call, place)
             except (RuntimeError, TritonError) as err:
                 found.errors.append(f"{work.kernel}, {name}: {str(err).splitlines()[0]}")
                 continue
-            roof_s = max(work.num_bytes / roof.bytes_per_s, work.num_flop / roof.flop_per_s)
+            roofline_s = max(
+                work.num_bytes / roofline.bytes_per_s, work.num_flop / roofline.flop_per_s
+            )
             speed = Speed(
                 kernel=work.kernel,
                 device=label,
@@ -169,14 +171,14 @@ def measure(device: str, shapes: Sequence[str], *, compile_flashinfer: bool = Fa
                 ms=seconds * 1e3,
                 num_bytes=work.num_bytes,
                 num_flop=work.num_flop,
-                roof_ms=roof_s * 1e3,
-                share=roof_s / seconds,
+                roofline_ms=roofline_s * 1e3,
+                share=roofline_s / seconds,
             )
             found.rows.append(speed)
     return found
 
 
-def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
+def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
     """Measure what a large copy and a large matrix product reach."""
     num_bytes, width = (2 << 30, 8192) if device.type == "cuda" else (64 << 20, 512)
     source = torch.ones(num_bytes // 4, device=device)
@@ -184,7 +186,7 @@ def measure_roof(device: torch.device, dtype: torch.dtype) -> Roof:
     copy_s = time_call(lambda: target.copy_(source), device)
     a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
     product_s = time_call(lambda: a @ b, device)
-    return Roof(2 * num_bytes / copy_s, 2 * width**3 / product_s)
+    return Roofline(2 * num_bytes / copy_s, 2 * width**3 / product_s)
 
 
 def time_call(call: Callable[[], Any], device: torch.device, repetitions: int = 20) -> float:

@@ -1,4 +1,4 @@
-"""``sgl-blend bench kernels``: each kernel's time beside the roof of the device it ran on."""
+"""``sgl-blend bench kernels``: each kernel's time beside the roofline of the device it ran on."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     """Add the ``bench kernels`` command."""
     parser = kinds.add_parser(
         "kernels",
-        help="time, bytes, FLOPs and share of the roof of every kernel",
+        help="time, bytes, FLOPs and share of the roofline of every kernel",
         description="Time every kernel on one device, no server: Triton kernels on a GPU, torch "
-        "references on a CPU. The roof is what a large copy and a large matrix product reach there.",
+        "references on a CPU. The roofline is what a large copy and a large matrix product reach "
+        "there.",
     )
     parser.set_defaults(run=run_kernels)
     parser.add_argument("--device", help="by default cuda where there is one, else cpu")
@@ -37,7 +38,9 @@ def add_kernels(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="compile what FlashInfer needs to take part, minutes the first time",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything as JSON")
-    parser.add_argument("--plot", type=Path, metavar="OUT.png", help="draw the shares of the roof")
+    parser.add_argument(
+        "--plot", type=Path, metavar="OUT.png", help="draw the shares of the roofline"
+    )
 
 
 def run_kernels(args: argparse.Namespace) -> int:
@@ -82,12 +85,12 @@ def _make_table(rows: list[Speed]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title=f"{rows[0].device}: median times; share of the time the roof allows",
+        title=f"{rows[0].device}: median times; share of the time the roofline allows",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("kernel", no_wrap=True)
-    for name in ("shape", "ms", "MB", "GFLOP", "GB/s", "TFLOP/s", "roof ms", "share"):
+    for name in ("shape", "ms", "MB", "GFLOP", "GB/s", "TFLOP/s", "roofline ms", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         seconds = row.ms / 1e3
@@ -99,7 +102,7 @@ def _make_table(rows: list[Speed]) -> Table:
             f"{row.num_flop / 1e9:.3g}",
             f"{row.num_bytes / seconds / 1e9:.3g}",
             f"{row.num_flop / seconds / 1e12:.3g}",
-            f"{row.roof_ms:.3g}",
+            f"{row.roofline_ms:.3g}",
             f"{row.share:.0%}",
         )
     return table

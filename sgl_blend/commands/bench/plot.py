@@ -92,7 +92,7 @@ def draw_throughput(report: ThroughputReport, path: Path) -> None:
 
 
 def draw_kernels(report: KernelsReport, path: Path) -> None:
-    """Draw each kernel's share of the roof, a bar per shape.
+    """Draw each kernel's share of the roofline, a bar per shape.
 
     Args:
         report: Its rows are drawn.
@@ -111,7 +111,7 @@ def draw_kernels(report: KernelsReport, path: Path) -> None:
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(kernels))], kernels)
     axes.invert_yaxis()
     axes.margins(x=0.2)
-    _label(axes, "share of the roof", "")
+    _label(axes, "share of the roofline", "")
     axes.legend(fontsize="small")
     figure.suptitle(found[0].device)
     figure.savefig(path, dpi=150)

@@ -104,7 +104,7 @@ def describe(argv: Sequence[str], model: str, pair: Pair) -> Circumstances:
     """Put together what a benchmark of two servers runs on and with.
 
     Args:
-        argv: Behind ``sgl-blend``.
+        argv: After ``sgl-blend``.
         model: Name or folder.
         pair: The servers.
     """
@@ -128,7 +128,7 @@ def describe_servers(
 
 
 def describe_run(argv: Sequence[str]) -> Origin:
-    """Put together what any benchmark runs on and with; argv is what stands behind ``sgl-blend``."""
+    """Put together what any benchmark runs on and with; argv is what stands after ``sgl-blend``."""
     return Origin(
         command=command_line(argv),
         date=datetime.now(UTC).isoformat(timespec="seconds"),

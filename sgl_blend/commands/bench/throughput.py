@@ -43,7 +43,7 @@ class Traffic:
         num_chunks: Most chunks of a prompt; every number from half of it on is as likely.
         chunk_tokens: Length of each.
         system_tokens: In front of them.
-        question_tokens: Behind them, new in every prompt.
+        question_tokens: After them, new in every prompt.
         output_tokens: Length of every answer.
     """
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _INTRODUCING = {"sgl_blend_ratio": 1 - 2**-20}
 """What shows documents to the server is kept apart from what is measured by a ratio of its own."""
 
-FATES = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+TOKEN_KINDS = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
 """What can happen to a prompt token; the four add up to prompt_tokens."""
 
 
@@ -44,7 +44,7 @@ class TtftFigures(msgspec.Struct, frozen=True, kw_only=True):
             over those that blending computes.
         ceiling_share: Speed-up over ceiling.
         reused_share: Of the prompt tokens, those whose chunk KV was taken as it was.
-        tokens: Mean prompt tokens by fate, blended.
+        tokens: Mean prompt tokens by kind, blended.
         stock_prefix_tokens: Mean exact prefix that stock found.
         stock_ttfts_s: Per repeat, of every request.
         blended_ttfts_s: Same.
@@ -251,7 +251,7 @@ def find_shortfall(num_reusable: int, reply: Reply) -> str | None:
     report = reply.report
     if report.get("fallback") is not None:
         return f"a request was not blended: {report['fallback_message']}"
-    stored = sum(report[name] for name in FATES[:3])
+    stored = sum(report[name] for name in TOKEN_KINDS[:3])
     if stored < num_reusable:
         return f"a request found {stored} of {num_reusable} tokens stored"
     return None
@@ -273,7 +273,7 @@ def summarise(
     replies = [reply for batch in blended for reply in batch]
     tokens = Counter[str]()
     for reply in replies:
-        tokens.update({name: reply.report[name] for name in ("prompt_tokens", *FATES)})
+        tokens.update({name: reply.report[name] for name in ("prompt_tokens", *TOKEN_KINDS)})
     stock_prefix = sum(reply.cached_tokens for batch in stock for reply in batch)
     ceiling = linear_ceiling(
         num_layers,
@@ -291,7 +291,7 @@ def summarise(
         ceiling=ceiling,
         ceiling_share=speedup / ceiling,
         reused_share=tokens["reused_tokens"] / tokens["prompt_tokens"],
-        tokens={name: tokens[name] / len(replies) for name in FATES},
+        tokens={name: tokens[name] / len(replies) for name in TOKEN_KINDS},
         stock_prefix_tokens=stock_prefix / len(replies),
         stock_ttfts_s=_times(stock),
         blended_ttfts_s=_times(blended),
@@ -311,7 +311,7 @@ def linear_ceiling(num_layers: int, *, stock_rows: int, layer_rows: int) -> floa
 
     With L layers, check layer c and a share s of the rows kept above it, that is
     L / (c + 1 + (L - c - 1) s) where both servers find the same exact prefix. The blending one also
-    finds the chunk behind the system prompt exact, and computes as many rows less.
+    finds the chunk after the system prompt exact, and computes as many rows less.
 
     Args:
         num_layers: Of the model.

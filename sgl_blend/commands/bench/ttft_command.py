@@ -34,7 +34,7 @@ def add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "ttft",
         help="time to first token of prompts whose chunks are stored",
         description="Time to first token of prompts whose chunks are stored, each time in a new "
-        "order behind the same system prompt and before a new question. The server blends every "
+        "order after the same system prompt and before a new question. The server blends every "
         "prompt (--blend-when always), also where by default it would not.",
     )
     parser.set_defaults(run=run_ttft)

@@ -29,7 +29,7 @@ def to_json(report: msgspec.Struct) -> bytes:
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """Return a command as it may be published; argv is what stands behind ``sgl-blend``."""
+    """Return a command as it may be published; argv is what stands after ``sgl-blend``."""
     return shlex.join(["sgl-blend", *map(without_folders, argv)])
 
 

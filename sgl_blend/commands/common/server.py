@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from sgl_blend.commands.common.cpu import CPU_FLAGS
 from sgl_blend.commands.common.ports import reserve_port
 from sgl_blend.errors import CommandError
 
@@ -21,12 +22,12 @@ START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 20.0
 IDLE_TIMEOUT_S = 600.0
 
-CPU_FLAGS = (
-    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--dtype", "float32", "--max-total-tokens", "73728", "--chunked-prefill-size", "4096"),
+CPU_SERVER_FLAGS = (
+    *CPU_FLAGS,
+    *("--max-total-tokens", "73728", "--chunked-prefill-size", "4096"),
     *("--max-running-requests", "8", "--sleep-on-idle"),
 )
-"""Where there is no CUDA; flags that come later in a command line win."""
+"""Where there is no CUDA."""
 
 GPU_SHARE = 0.42
 """Of a GPU's memory, for weights and KV of one server: two fit, with room for activations."""
@@ -203,7 +204,7 @@ def _device_flags() -> Sequence[str]:
     import torch
 
     if not torch.cuda.is_available():
-        return CPU_FLAGS
+        return CPU_SERVER_FLAGS
     free, total = torch.cuda.mem_get_info()
     # SGLang's fraction is one of what is free when it starts.
     fraction = min(0.9, GPU_SHARE * total / free)

@@ -91,7 +91,7 @@ def run_eval(args: argparse.Namespace) -> int:
     items = read_items(args.data, args.format, args.limit)
     settings = make_settings(args)
     console = Console(stderr=True)
-    with progress(console, (len(settings.ways()) + 1) * len(items)) as watch:
+    with progress(console, (len(settings.variants()) + 1) * len(items)) as watch:
         report = evaluate(settings, items, watch)
     report = replace(
         report,

@@ -1,4 +1,4 @@
-"""Ask the same items in every way, and set each way against full prefill."""
+"""Ask the same items in every variant, and set each variant against full prefill."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from sgl_blend.commands.evaluation.items import Item
 from sgl_blend.commands.evaluation.prompts import Prompt, Templates, load_encoder, make_prompt
 from sgl_blend.commands.evaluation.report import Report, make_report
 from sgl_blend.commands.evaluation.runner import OWN_ARGS, Answer, BlendEngine, blend_settings
-from sgl_blend.commands.evaluation.scores import FULL, Row, Score, Way, make_row, score_answer
+from sgl_blend.commands.evaluation.scores import FULL, Row, Score, Variant, make_row, score_answer
 from sgl_blend.errors import CommandError
 from sgl_blend.policies import POLICIES
 from sgl_blend.settings.config import check_policy, check_ratio
@@ -51,14 +51,14 @@ class Settings:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     judge_answers: bool = True
 
-    def ways(self) -> list[Way]:
-        """Return every way once, those of one server together, full prefill not among them."""
-        found: dict[Way, None] = {}
+    def variants(self) -> list[Variant]:
+        """Return every variant once, those of one server together, full prefill not among them."""
+        found: dict[Variant, None] = {}
         for check_layer, build_prefix in product(self.check_layers, self.build_prefixes):
             for policy, asked in product(self.policies, self.ratios):
                 fixed = POLICIES[policy].fixed_ratio
                 ratio = asked if fixed is None else fixed
-                found[Way(policy, ratio, check_layer, build_prefix)] = None
+                found[Variant(policy, ratio, check_layer, build_prefix)] = None
         return list(found)
 
     def check(self) -> None:
@@ -89,10 +89,10 @@ class ModelShape:
 
 
 def evaluate(settings: Settings, items: Sequence[Item], watch: Progress | None = None) -> Report:
-    """Answer all items in every way through the real engine.
+    """Answer all items in every variant through the real engine.
 
     One engine is started for each check layer and build prefix; full prefill is asked once, of the
-    first. All ways are asked of a batch of items before the next batch, so that its chunks are
+    first. All variants are asked of a batch of items before the next batch, so that its chunks are
     built once.
 
     Args:
@@ -101,7 +101,7 @@ def evaluate(settings: Settings, items: Sequence[Item], watch: Progress | None =
         watch: Is told how it goes on.
 
     Returns:
-        Full prefill first, then every way in the order of settings.ways().
+        Full prefill first, then every variant in the order of settings.variants().
 
     Raises:
         BlendError: The settings are wrong, the model cannot be read, or the engine does not start.
@@ -111,33 +111,33 @@ def evaluate(settings: Settings, items: Sequence[Item], watch: Progress | None =
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How every item was answered in every way, full prefill first.
+    """How every item was answered in every variant, full prefill first.
 
     Attributes:
         items: What was asked.
-        by_way: Of each way one score per item, in the order of items.
+        by_variant: Of each variant one score per item, in the order of items.
         num_layers: Layers of the model.
         seed: Of the bootstrap.
     """
 
     items: Sequence[Item]
-    by_way: Mapping[Way, Sequence[Score]]
+    by_variant: Mapping[Variant, Sequence[Score]]
     num_layers: int
     seed: int
 
     def rows(self, part: slice = slice(None)) -> list[Row]:
-        """Return one row per way over a part of the items."""
-        full = self.by_way[FULL][part]
+        """Return one row per variant over a part of the items."""
+        full = self.by_variant[FULL][part]
         return [
             make_row(
-                way,
+                variant,
                 self.items[part],
                 scores[part],
                 full,
                 num_layers=self.num_layers,
                 seed=self.seed,
             )
-            for way, scores in self.by_way.items()
+            for variant, scores in self.by_variant.items()
         ]
 
 
@@ -172,17 +172,19 @@ class _Run:
         self._shape = shape
         self._watch = watch
         self._full: list[Answer] = []
-        self.scores: dict[Way, list[Score]] = {way: [] for way in (FULL, *settings.ways())}
+        self.scores: dict[Variant, list[Score]] = {
+            variant: [] for variant in (FULL, *settings.variants())
+        }
 
     def ask_all(self) -> None:
         servers = product(self._settings.check_layers, self._settings.build_prefixes)
         for check_layer, build_prefix in dict.fromkeys(servers):
             name = f"check layer {check_layer}, build prefix {build_prefix}"
             self._watch(f"{name}: starting the engine", 0)
-            ways = [
-                way
-                for way in self.scores
-                if (way.check_layer, way.build_prefix) == (check_layer, build_prefix)
+            variants = [
+                variant
+                for variant in self.scores
+                if (variant.check_layer, variant.build_prefix) == (check_layer, build_prefix)
             ]
             with BlendEngine(
                 self._settings.model_path,
@@ -192,9 +194,11 @@ class _Run:
             ) as engine:
                 self._watch(name, 0)
                 for batch in self._batches():
-                    self._ask_batch(engine, batch, ways, name)
+                    self._ask_batch(engine, batch, variants, name)
 
-    def _ask_batch(self, engine: BlendEngine, batch: slice, ways: Sequence[Way], name: str) -> None:
+    def _ask_batch(
+        self, engine: BlendEngine, batch: slice, variants: Sequence[Variant], name: str
+    ) -> None:
         prompts = self._prompts[batch]
         max_new_tokens = self._settings.max_new_tokens
         if len(self._full) < len(self._prompts):
@@ -204,19 +208,19 @@ class _Run:
             self._score(FULL, batch, answers)
             self._watch(name, len(prompts))
         reference_ids = [answer.first.token_ids for answer in self._full[batch]]
-        for way in ways:
+        for variant in variants:
             answers = engine.ask(
                 prompts,
-                way.policy,
-                [way.ratio] * len(prompts),
+                variant.policy,
+                [variant.ratio] * len(prompts),
                 max_new_tokens=max_new_tokens,
                 reference_ids=reference_ids,
             )
-            self._score(way, batch, answers)
+            self._score(variant, batch, answers)
             self._watch(name, len(prompts))
 
-    def _score(self, way: Way, batch: slice, answers: Sequence[Answer]) -> None:
-        self.scores[way] += [
+    def _score(self, variant: Variant, batch: slice, answers: Sequence[Answer]) -> None:
+        self.scores[variant] += [
             score_answer(
                 item, answer, full, self._shape.vocab_size, judge=self._settings.judge_answers
             )

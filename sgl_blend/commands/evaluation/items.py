@@ -14,7 +14,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         system: Text before the first chunk; may be empty.
         chunks: The texts whose KV is reused, in prompt order.
-        question: Text behind the last chunk; may be empty.
+        question: Text after the last chunk; may be empty.
         answers: Every accepted answer.
         kind: A label by which accuracy is broken down, or None.
     """

@@ -55,7 +55,7 @@ def group_lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
         if several_layers:
             label += f", check layer {row.check_layer}"
         if several_prefixes:
-            label += f", behind {row.build_prefix}"
+            label += f", after {row.build_prefix}"
         lines.setdefault(label, []).append(row)
     return {label: sorted(line, key=_cost) for label, line in lines.items()}
 

@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from sgl_blend.commands.common.cpu import CPU_SETTINGS
 from sgl_blend.commands.evaluation.distributions import FirstToken
 from sgl_blend.commands.evaluation.prompts import Prompt
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig
 
-CPU_DEFAULTS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "dtype": "float32",
-    "mem_fraction_static": 0.3,
-}
+CPU_DEFAULTS: dict[str, Any] = {**CPU_SETTINGS, "mem_fraction_static": 0.3}
 """Engine arguments for a machine without CUDA."""
 
 OWN_ARGS = ("model_path", "enable_blend", "blend_on_miss", "blend_check_layer")

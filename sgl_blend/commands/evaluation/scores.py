@@ -14,12 +14,12 @@ from sgl_blend.commands.evaluation.distributions import kl_divergence
 from sgl_blend.commands.evaluation.items import Item
 from sgl_blend.commands.evaluation.runner import Answer
 
-FATES = ("prompt", "prefix", "reused", "recomputed", "computed")
+TOKEN_KINDS = ("prompt", "prefix", "reused", "recomputed", "computed")
 """Token counts of a request's report; the last four add up to the first."""
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Variant:
     """One way to answer; full prefill has no check layer and no build prefix."""
 
     policy: str
@@ -28,7 +28,7 @@ class Way:
     build_prefix: str | None
 
 
-FULL = Way("full", 1.0, None, None)
+FULL = Variant("full", 1.0, None, None)
 """Full prefill, the reference."""
 
 
@@ -56,7 +56,7 @@ class Score:
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One way to answer all items.
 
-    Intervals hold with 95 %. Shares are of the tokens behind the exact prefix: recomputed_share of
+    Intervals hold with 95 %. Shares are of the tokens after the exact prefix: recomputed_share of
     the reused tokens, layer_rows_share of all (token, layer) pairs a full prefill would compute.
     """
 
@@ -101,7 +101,7 @@ def score_answer(
 
 
 def make_row(
-    way: Way,
+    variant: Variant,
     items: Sequence[Item],
     scores: Sequence[Score],
     full: Sequence[Score],
@@ -112,7 +112,7 @@ def make_row(
     """Sum up how all items were answered.
 
     Args:
-        way: How.
+        variant: How.
         items: At least one.
         scores: Of the same items, in the same order.
         full: Of full prefill, likewise.
@@ -124,13 +124,13 @@ def make_row(
     f1 = [score.f1 for score in scores]
     kl = [score.kl for score in scores]
     reports = [score.report for score in scores]
-    reasons = Counter(report["fallback"] for report in reports) if way != FULL else Counter()
+    reasons = Counter(report["fallback"] for report in reports) if variant != FULL else Counter()
     del reasons[None]
     return Row(
-        policy=way.policy,
-        ratio=way.ratio,
-        check_layer=way.check_layer,
-        build_prefix=way.build_prefix,
+        policy=variant.policy,
+        ratio=variant.ratio,
+        check_layer=variant.check_layer,
+        build_prefix=variant.build_prefix,
         n=len(scores),
         accuracy=_mean(right),
         ci95=mean_interval(right, seed),
@@ -141,9 +141,11 @@ def make_row(
         kl=_mean(kl),
         kl_ci95=mean_interval(kl, seed),
         top1=_mean([score.agrees for score in scores]),
-        recomputed_share=1.0 if way == FULL else recomputed_share(reports),
-        layer_rows_share=1.0 if way == FULL else layer_rows_share(reports, num_layers),
-        tokens={fate: sum(int(report[f"{fate}_tokens"]) for report in reports) for fate in FATES},
+        recomputed_share=1.0 if variant == FULL else recomputed_share(reports),
+        layer_rows_share=1.0 if variant == FULL else layer_rows_share(reports, num_layers),
+        tokens={
+            kind: sum(int(report[f"{kind}_tokens"]) for report in reports) for kind in TOKEN_KINDS
+        },
         fallbacks=reasons.total(),
         fallback_reasons=dict(reasons) or msgspec.UNSET,
         by_kind=_accuracy_by_kind(items, right) or msgspec.UNSET,
@@ -158,13 +160,15 @@ def recomputed_share(reports: Sequence[dict[str, Any]]) -> float | None:
 
 
 def layer_rows_share(reports: Sequence[dict[str, Any]], num_layers: int) -> float | None:
-    """Return the share of the (token, layer) pairs behind the prefix that was computed.
+    """Return the share of the (token, layer) pairs after the prefix that was computed.
 
     A full prefill computes all of them. None where there are none.
     """
     computed = sum(int(report["layer_rows"]) for report in reports)
-    behind = sum(int(report["prompt_tokens"]) - int(report["prefix_tokens"]) for report in reports)
-    return computed / (behind * num_layers) if behind else None
+    num_after = sum(
+        int(report["prompt_tokens"]) - int(report["prefix_tokens"]) for report in reports
+    )
+    return computed / (num_after * num_layers) if num_after else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -64,7 +64,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--check-layers", type=list_of(int), default=[1, 2])
     add_engine_and_template_flags(parser)
     parser.add_argument(
-        "--profile", type=Path, metavar="OUT", help="write the settings for --blend-profile"
+        "--profile", type=Path, metavar="OUT", help="write the settings for --blend-preset"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write everything as JSON")
 

@@ -12,8 +12,8 @@ __all__ = ["model_folder", "start_engine"]  # fixtures
 pytestmark = pytest.mark.engine
 
 
-def _flush_behind_an_answer(driver: Driver, others: int) -> tuple[bool, list[bool], list[int]]:
-    """Order a flush in the round behind the one that a request's answer is sent in."""
+def _flush_after_an_answer(driver: Driver, others: int) -> tuple[bool, list[bool], list[int]]:
+    """Order a flush in the round after the one that a request's answer is sent in."""
     prompts = [Prompt([random_tokens(5 + i, 30)], max_new_tokens=2) for i in range(others)]
     driver.settle()
     reqs = [driver.submit(prompt) for prompt in prompts]
@@ -34,7 +34,7 @@ def test_a_flush_right_behind_an_answer_succeeds(
     start_engine: StartEngine, overlap: bool, others: int
 ) -> None:
     engine = start_engine(**settings(overlap))
-    flushed, in_flight, later = engine.call(_flush_behind_an_answer, others)
+    flushed, in_flight, later = engine.call(_flush_after_an_answer, others)
     assert flushed
     assert later == [2] * others
     if overlap:
@@ -60,7 +60,7 @@ def test_a_flush_takes_nothing_from_who_still_decodes(
     assert start_engine(**settings(overlap)).call(_flush_while_one_decodes) == (False, 6)
 
 
-def _flush_behind_a_step(driver: Driver) -> tuple[bool, int]:
+def _flush_after_a_step(driver: Driver) -> tuple[bool, int]:
     """Order a flush after the result of a build's step was looked at, and before the next round."""
     builder = begin_build(driver)
     while any(not build.finished() for build in builder._in_flight.values()):
@@ -74,6 +74,6 @@ def _flush_behind_a_step(driver: Driver) -> tuple[bool, int]:
 
 @OVERLAP
 def test_after_a_flush_nothing_is_pending(start_engine: StartEngine, overlap: bool) -> None:
-    stale, pending = start_engine(**settings(overlap)).call(_flush_behind_a_step)
+    stale, pending = start_engine(**settings(overlap)).call(_flush_after_a_step)
     assert stale or not overlap, "the step was counted already, so nothing was shown"
     assert pending == 0

@@ -1,0 +1,46 @@
+"""Prompts of the laws, the models they hold for, and what a full prefill answers."""
+
+from typing import Any
+
+import pytest
+from harness import Answer, Engine, Prompt, random_tokens
+
+SYSTEM = random_tokens(1, 40)
+CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(6)]
+HOLE = random_tokens(50, 15)
+QUESTION = random_tokens(99, 20)
+
+SERVED_KINDS = (
+    "llama",
+    "llama-mha-tied",
+    "llama-llama3",
+    "llama-linear",
+    "llama-partial-gptj",
+    "mistral",
+    "qwen2",
+    "qwen3-yarn",
+)
+
+
+def full_prefill(engine: Engine, prompt: Prompt, salt: str = "reference") -> Answer:
+    """Answer the same tokens without chunks, in a namespace of their own."""
+    tokens = Prompt(
+        [prompt.tokens],
+        salt=salt,
+        max_new_tokens=prompt.max_new_tokens,
+        logprob_start_len=prompt.logprob_start_len,
+    )
+    return engine.ask(tokens)[0]
+
+
+@pytest.fixture(scope="module", params=SERVED_KINDS)
+def served_kind(request: pytest.FixtureRequest) -> str:
+    """Name every model in turn; tests of one model run together and share its engine."""
+    kind: str = request.param
+    return kind
+
+
+def scattered(**rest: Any) -> Prompt:
+    """A chunk in its place, text of no chunk, two chunks that moved, and a question."""
+    segments = [SYSTEM, CHUNKS[3], HOLE, CHUNKS[0], CHUNKS[2], QUESTION]
+    return Prompt(segments, [1, 3, 4], **rest)
