@@ -27,7 +27,10 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     folder = tmp_path_factory.mktemp("server")
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     running = start_server(
-        [*command, "--enable-blend", "--enable-metrics", "--blend-when", "always"],
+        [
+            *(*command, "--enable-blend", "--blend-when", "always"),
+            *("--enable-metrics", "--enable-cache-report"),
+        ],
         folder / "log",
         Path(__file__).parents[1],  # the repository root, whose folders must not shadow packages
         subprocess.Popen,
@@ -95,6 +98,22 @@ def test_chat_and_completions_of_the_openai_client(server: Server) -> None:
     assert completion.usage is not None
     assert after["chunk_hits"] - before["chunk_hits"] >= 2
     assert after["blended"] > before["blended"]
+
+
+def test_usage_counts_what_was_copied(server: Server) -> None:
+    body = {"model": "default", "max_tokens": 2, "temperature": 0}
+    server.request("/v1/completions", {**body, "prompt": rag_text(2, 1, question="Copper?")})
+    server.wait_for_builds()
+    before = server.totals()
+    status, said = server.request(
+        "/v1/completions", {**body, "prompt": rag_text(1, 2, question="Grass?")}
+    )
+    after = server.totals()
+    assert status == 200, said
+    reused = after["reused_tokens"] - before["reused_tokens"]
+    exact = after["prefix_tokens"] - before["prefix_tokens"]
+    assert reused > 0
+    assert said["usage"]["prompt_tokens_details"]["cached_tokens"] == exact + reused
 
 
 def test_streaming_reports_once(server: Server) -> None:
