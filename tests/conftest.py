@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]
-# For examples/ and tools/, which tests import. After the installed packages, which so win.
+# For examples/ and tools/, which tests import. Last, so that installed packages win.
 sys.path.append(str(ROOT))
 
 settings.register_profile("sgl_blend", deadline=None, print_blob=True)
