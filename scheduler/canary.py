@@ -255,10 +255,11 @@ class Canary:
         """Put a shadow's next step into the waiting queue if nobody waits and it may run."""
         if not now.is_open or now.is_waited_in or not self._pending:
             return now.is_open
+        for waiting in self._pending:
+            waiting.since_s = now.now_s if waiting.since_s is None else waiting.since_s
         shadow = self._pending[0]
-        if shadow.since_s is None:
-            shadow.since_s = now.now_s
-        if now.now_s < self._not_before_s or now.must_keep_quiet(shadow.since_s):
+        since_s = now.now_s if shadow.since_s is None else shadow.since_s
+        if now.now_s < self._not_before_s or now.must_keep_quiet(since_s):
             return False
         shadow.req = self._new_step(shadow)
         self._offer = _Offer(shadow)

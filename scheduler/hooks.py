@@ -21,7 +21,7 @@ from sgl_blend.engine.objects import (
     Stock,
     Tree,
 )
-from sgl_blend.engine.orders import is_flush_waiting, is_order, may_end_weight_update
+from sgl_blend.engine.orders import is_order, may_end_weight_update
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of
 from sgl_blend.engine.rounds import StateReply, Updater, is_prefill, scheduler_of, show_state
 from sgl_blend.engine.tree import tokens_to_evict, tree_of
@@ -127,10 +127,10 @@ def after_process_batch_result(
         runtime.finish_step(batch)
 
 
-def before_release_kv_cache(req: Req, tree: Tree, *args: Any, **kwargs: Any) -> None:
+def before_release_kv_cache(req: Req, tree_cache: Tree, *args: Any, **kwargs: Any) -> None:
     """Release a plan on every other way out: abort, retraction, preemption."""
     if state_of(req) is not None:
-        runtime = _runtime_of(tree)
+        runtime = _runtime_of(tree_cache)
         if runtime is not None:
             runtime.release(req)
 
@@ -161,8 +161,10 @@ def around_process_input_requests(
     if runtime is None:
         return orig(scheduler, all_received, *args, **kwargs)
     orders = [received for received in all_received or () if is_order(received)]
-    if orders or is_flush_waiting(scheduler):
+    if orders or runtime.rounds.flush_waits():
         runtime.step_aside(scheduler)
+    if orders:
+        runtime.rounds.order_came()
     result = orig(scheduler, all_received, *args, **kwargs)
     if any(may_end_weight_update(order) for order in orders):
         runtime.weights_changed()

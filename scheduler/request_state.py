@@ -44,6 +44,7 @@ class RequestState:
         build_rounds: How often builds of its chunks were admitted while it waits.
         copied_tokens: Tokens of the present admission whose KV was copied.
         told_tokens: How many of them SGLang was told of.
+        admissions: How often it was admitted; a retracted request is admitted again.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
         counted: Whether its report is in the totals.
@@ -70,6 +71,7 @@ class RequestState:
     build_rounds: int = 0
     copied_tokens: int = 0
     told_tokens: int = 0
+    admissions: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
     remembered: object = None
     counted: bool = False
@@ -133,7 +135,8 @@ class RequestState:
         self.build_rounds = 0
         self.remembered = None
         self.steps.clear()
-        self.copied_tokens = 0
+        self.copied_tokens = self.told_tokens = 0
+        self.admissions += 1
         self.report = self._new_report(chunk_hits=hits, chunk_misses=misses, fallback=fallback)
 
     def count_step(
@@ -164,10 +167,13 @@ class RequestState:
         self.told.update(report.for_client())
 
     def take_untold(self) -> int:
-        """Return how many copied tokens SGLang is to be told of; it counts each request once."""
-        untold = max(0, self.copied_tokens - self.told_tokens)
+        """Return how many more copied tokens SGLang is to be told of than it was; may be negative.
+
+        Like SGLang itself it counts what was cached when a request was admitted first.
+        """
+        untold = self.copied_tokens - self.told_tokens
         self.told_tokens += untold
-        return untold
+        return untold if self.admissions == 1 else 0
 
     def count_whole(self, step: StepPlan, *, layers: LayerSplit) -> None:
         """Count a step that was to do what its plan says, and computed everything instead."""
@@ -179,6 +185,7 @@ class RequestState:
         report.computed_tokens += exact + step.num_candidates
         report.layer_rows += (step.stop - step.start) * layers.total
         report.layer_rows -= step.layer_rows(layers)
+        self.copied_tokens -= exact + step.num_dropped
         if step.spans and report.reused_tokens == 0 and report.recomputed_tokens == 0:
             report.fallback = FallbackReason.BESIDE_EMBEDDINGS
         self.told.update(report.for_client())

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from sgl_blend.engine.objects import PrefillAdder, Req, ScheduleBatch, Scheduler, Verdict
-from sgl_blend.engine.orders import takes_background_work
+from sgl_blend.engine.orders import is_flush_waiting, takes_background_work
 from sgl_blend.engine.rounds import (
     has_cut_request,
     holds_back_tokens,
@@ -121,6 +121,7 @@ class Rounds:
         self._tp_group = tp_group
         self._round: Round | None = None
         self._prefill_ended_s = -QUIET_S
+        self._flush_may_wait = False
         self._step_ran = False
 
     def begin(self, running_batch: ScheduleBatch) -> None:
@@ -135,15 +136,20 @@ class Rounds:
             for job in self.jobs:
                 job.pause()
             return
-        now_s, ended_s = self._tp_group.agree([time.monotonic(), self._prefill_ended_s])
+        scheduler = self._scheduler
+        now_s, ended_s, may_run = self._tp_group.agree(
+            [time.monotonic(), self._prefill_ended_s, float(takes_background_work(scheduler))]
+        )
         for job in self.jobs:
             job.collect(now_s)
-        self._round = self._look(now_s, ended_s + QUIET_S, running_batch)
+        self._round = self._look(now_s, ended_s + QUIET_S, running_batch, may_run=bool(may_run))
         for job in self.jobs:
             if not job.offer(self._round):
                 return
 
-    def _look(self, now_s: float, quiet_until_s: float, running_batch: ScheduleBatch) -> Round:
+    def _look(
+        self, now_s: float, quiet_until_s: float, running_batch: ScheduleBatch, *, may_run: bool
+    ) -> Round:
         scheduler = self._scheduler
         waited, decoded = somebody_waits(scheduler), is_decoding(running_batch)
         rests = self._step_ran and (waited or decoded)
@@ -153,8 +159,7 @@ class Rounds:
             now_s=now_s,
             is_waited_in=waited,
             is_decoded_in=decoded,
-            is_open=takes_background_work(scheduler)
-            and not (rests or is_running or has_cut_request(scheduler)),
+            is_open=may_run and not (rests or is_running or has_cut_request(scheduler)),
             holds_first_tokens=holds_back_tokens(scheduler, is_internal),
             quiet_until_s=quiet_until_s,
         )
@@ -176,6 +181,20 @@ class Rounds:
         Each rank reads its own clock. In a round only the first rank's reading counts.
         """
         self._prefill_ended_s = time.monotonic()
+
+    def order_came(self) -> None:
+        """Note that an order is about to be carried out; it may be a flush that waits."""
+        self._flush_may_wait = True
+
+    def flush_waits(self) -> bool:
+        """Tell whether a flush with a timeout waits for the server to be idle, alike on all ranks.
+
+        Each rank ends the waiting by its own clock. So while a flush may wait, the first rank tells.
+        """
+        if self._flush_may_wait:
+            (waits,) = self._tp_group.agree([float(is_flush_waiting(self._scheduler))])
+            self._flush_may_wait = bool(waits)
+        return self._flush_may_wait
 
     def interrupt(self) -> None:
         """Note that the step in flight was ended by an order, so that its duration tells nothing."""

@@ -100,7 +100,7 @@ class BlendRuntime:
         self._scheduler = scheduler
         self._tree = tree
         self._description = description
-        self._planned: dict[str, RequestState] = {}
+        self._planned: dict[str, tuple[Req, RequestState]] = {}
 
     # --- admission ---
 
@@ -165,7 +165,7 @@ class BlendRuntime:
         last = stop >= len(fill_ids(req))
         state.count_step(start, stop, step, layers=self._fusor.layers, last=last)
         if state.plan is not None:
-            self._planned[rid_of(req)] = state
+            self._planned[rid_of(req)] = req, state
         self._shares.admit(stop - start)
         if self.canary is not None and last and not state.counted:
             self.canary.consider(req, state)
@@ -210,7 +210,9 @@ class BlendRuntime:
         if any(steps) and has_embeddings(batch):
             for rid, step in zip(request_ids(batch), steps, strict=True):
                 if step is not None:
-                    self._planned[rid].count_whole(step, layers=self._fusor.layers)
+                    req, state = self._planned[rid]
+                    state.count_whole(step, layers=self._fusor.layers)
+                    count_cached(req, state.take_untold())
             steps = []
         if not any(steps):
             output: ModelOutput = orig(runner, batch, *args[0], **args[1])
@@ -222,8 +224,8 @@ class BlendRuntime:
         for rid, start, length in zip(
             request_ids(batch), step_starts(batch), step_lengths(batch), strict=True
         ):
-            state = self._planned.get(rid)
-            step = None if state is None else state.steps.get(start)
+            planned = self._planned.get(rid)
+            step = None if planned is None else planned[1].steps.get(start)
             assert step is None or step.stop == start + length, "a step runs as it was admitted"
             steps.append(step)
         return steps
@@ -313,7 +315,7 @@ class BlendRuntime:
         self._model.renew()
         self.admission.weights_changed()
         self.forget_pending()
-        for state in self._planned.values():
+        for _, state in self._planned.values():
             self._drop_plan(state)
         self._planned.clear()
 

@@ -32,6 +32,13 @@ def _start_scheduler(server_args: Any, ports: Any, rank: int) -> Any:
     return Scheduler(server_args, ports, rank, *ranks_of_one)
 
 
+def _check_cached(req: Any, report: dict[str, Any]) -> None:
+    """Check what clients read in an answer's usage; a retracted request was counted before."""
+    assert 0 <= req.cached_tokens <= report["prompt_tokens"]
+    if not req.retracted_stain:
+        assert req.cached_tokens == report["prefix_tokens"] + report["reused_tokens"]
+
+
 class Driver:
     """Holds the scheduler in the worker process."""
 
@@ -140,6 +147,7 @@ class Driver:
         report = {} if state is None else state.report.for_client()
         if state is not None and state.told:
             assert state.told == report, "the client is told something else than what was counted"
+            _check_cached(req, report)
         return Answer(
             output_ids=list(req.output_ids),
             logprobs=tables,

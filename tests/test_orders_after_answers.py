@@ -77,3 +77,32 @@ def test_after_a_flush_nothing_is_pending(start_engine: StartEngine, overlap: bo
     stale, pending = start_engine(**settings(overlap)).call(_flush_after_a_step)
     assert stale or not overlap, "the step was counted already, so nothing was shown"
     assert pending == 0
+
+
+class _FirstRank:
+    """A group whose first rank says something else than this one would."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = list(values)
+
+    def agree(self, values: list[float]) -> list[float]:
+        assert len(values) == len(self._values)
+        return self._values
+
+
+def _a_flush_that_the_first_rank_awaits(driver: Driver) -> list[bool]:
+    """Ask as a rank whose own clock has ended the waiting, or not yet."""
+    rounds = driver.runtime.rounds
+    own, found = rounds._tp_group, []
+    try:
+        for first_waits in (1.0, 0.0):
+            rounds._tp_group = _FirstRank(first_waits)
+            rounds.order_came()
+            found.append(rounds.flush_waits())
+    finally:
+        rounds._tp_group = own
+    return [*found, rounds.flush_waits()]
+
+
+def test_the_first_rank_says_whether_a_flush_waits(start_engine: StartEngine) -> None:
+    assert start_engine().call(_a_flush_that_the_first_rank_awaits) == [True, False, False]
