@@ -38,7 +38,7 @@ demo: $(READY)
 	$(PY) -m examples.demo.run
 
 test: $(READY)
-	$(PY) -m pytest -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow" $(PARALLEL) --durations=10 $(PYTEST_ARGS)
 
 # Versions of SGLang, all supported ones by default.
 VERSIONS ?=
