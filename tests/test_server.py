@@ -101,13 +101,15 @@ def test_chat_and_completions_of_the_openai_client(server: Server) -> None:
 
 
 def test_usage_counts_what_was_copied(server: Server) -> None:
-    body = {"model": "default", "max_tokens": 2, "temperature": 0}
-    server.request("/v1/completions", {**body, "prompt": rag_text(2, 1, question="Copper?")})
-    server.wait_for_builds()
-    before = server.totals()
-    status, said = server.request(
-        "/v1/completions", {**body, "prompt": rag_text(1, 2, question="Grass?")}
-    )
+    documents = ["A tram crosses the old bridge twice a day. " * 3, "Moss grows on slate. " * 6]
+    answers = []
+    for first, second in (documents, documents[::-1]):
+        text = f"{SYSTEM}{SEP}{first}{SEP}{second}{SEP}Where does moss grow?"
+        body = {"model": "default", "max_tokens": 2, "temperature": 0, "prompt": text}
+        server.wait_for_builds()
+        before = server.totals()
+        answers.append(server.request("/v1/completions", body))
+    status, said = answers[1]
     after = server.totals()
     assert status == 200, said
     reused = after["reused_tokens"] - before["reused_tokens"]
