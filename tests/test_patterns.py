@@ -62,7 +62,7 @@ requests = st.builds(
 )
 cases = st.lists(st.lists(requests, min_size=1, max_size=3), min_size=1, max_size=3)
 
-ROADS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "compute": {"blend_on_miss": "compute"},
     "build": {"blend_on_miss": "build"},
     "chunked": {"blend_on_miss": "build", "chunked_prefill_size": 40},
@@ -103,8 +103,8 @@ def check_against_full_prefill(
         assert largest_difference(got, want) <= TOLERANCE
 
 
-def _check_patterns(start_engine: StartEngine, road: str, num_cases: int) -> None:
-    engine = start_engine(max_total_tokens=1400, **ROADS[road])
+def _check_patterns(start_engine: StartEngine, setup: str, num_cases: int) -> None:
+    engine = start_engine(max_total_tokens=1400, **SETUPS[setup])
 
     @settings(
         max_examples=num_cases,
@@ -120,12 +120,12 @@ def _check_patterns(start_engine: StartEngine, road: str, num_cases: int) -> Non
     run()
 
 
-@pytest.mark.parametrize("road", ROADS)
-def test_l6_any_pattern_is_legal(start_engine: StartEngine, road: str) -> None:
-    _check_patterns(start_engine, road, 45)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_l6_any_pattern_is_legal(start_engine: StartEngine, setup: str) -> None:
+    _check_patterns(start_engine, setup, 45)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("road", ROADS)
-def test_l6_any_pattern_is_legal_thousands_of_times(start_engine: StartEngine, road: str) -> None:
-    _check_patterns(start_engine, road, 2000)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_l6_any_pattern_is_legal_thousands_of_times(start_engine: StartEngine, setup: str) -> None:
+    _check_patterns(start_engine, setup, 2000)

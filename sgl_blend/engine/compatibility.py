@@ -146,7 +146,7 @@ SERVED = (
     Feature(
         "chunked prefill",
         "each step blends its window; a chunk cut by a step is reused in both",
-        "tests/test_roads.py",
+        "tests/test_features.py",
     ),
     Feature(
         "mixed prefill and decode batches",
@@ -156,7 +156,7 @@ SERVED = (
     Feature(
         "overlap schedule",
         "a plan is held until the result of its last step is looked at",
-        "tests/test_roads.py, tests/test_patterns.py",
+        "tests/test_features.py, tests/test_patterns.py",
     ),
     Feature(
         "eviction all the time",
@@ -166,12 +166,12 @@ SERVED = (
     Feature(
         "retraction, preemption, priorities",
         "planned anew when admitted again",
-        "tests/test_lifecycle.py, tests/test_roads.py",
+        "tests/test_lifecycle.py, tests/test_features.py",
     ),
     Feature(
         "abort at every stage",
         "locks go back with the request's memory",
-        "tests/test_lifecycle.py, tests/test_roads.py",
+        "tests/test_lifecycle.py, tests/test_features.py",
     ),
     Feature(
         "pages of several tokens",
@@ -191,7 +191,7 @@ SERVED = (
     Feature(
         "sessions",
         "separators and spans count in the turn's own tokens; earlier turns are its prefix",
-        "tests/test_roads.py",
+        "tests/test_features.py",
     ),
     Feature("n > 1", "samples share the first one's blended prefix", "tests/test_server.py"),
     Feature("constrained decoding, logit processors", "decoding is stock", "tests/test_server.py"),

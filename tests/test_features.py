@@ -1,4 +1,4 @@
-"""Roads through SGLang's scheduler that no other test takes: blended, or dropped by name."""
+"""Features of SGLang's scheduler that no other test takes: blended, or dropped by name."""
 
 import tracemalloc
 from types import SimpleNamespace
