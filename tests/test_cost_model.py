@@ -8,7 +8,7 @@ from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, rag_prompt, random_tokens
 
 from sgl_blend.fusion.plan import LayerSplit
-from sgl_blend.tuning.cost_model import ROWS, CostModel, Times
+from sgl_blend.tuning.cost_model import ROWS, CostModel, Times, without_bumps
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -52,6 +52,14 @@ def test_where_rows_cost_nothing_dropping_them_saves_nothing() -> None:
     assert model.saves_s(400, 350, 300) == pytest.approx(-0.5)
     assert model.saves_s(2048, 1800, 1536) == pytest.approx(29 * 3.0 - 0.5)
     assert model.least_rows(0.15) == 1024
+
+
+def test_a_disturbed_measurement_of_few_rows_does_not_forbid_blending() -> None:
+    disturbed = (1.0, 3000.0, 128.0, 512.0, 2048.0)
+    assert without_bumps(disturbed) == [1.0, 128.0, 128.0, 512.0, 2048.0]
+    times = dataclasses.replace(FREE, layer=tuple(without_bumps(disturbed)))
+    # All that is reused is dropped, so that the rows left are as few as the disturbed ones.
+    assert CostModel(times, LAYERS).saves_s(1608, 1574, 1574) > 0
 
 
 def test_least_rows_grow_with_what_blending_costs() -> None:

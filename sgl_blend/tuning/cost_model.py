@@ -9,7 +9,8 @@ as it looks here.
 """
 
 import bisect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,6 +98,16 @@ def _at(times: tuple[float, ...], rows: int) -> float:
     return max(0.0, y0 + (y1 - y0) * (rows - x0) / (x1 - x0))
 
 
+def without_bumps(times: Sequence[float]) -> list[float]:
+    """Return times that never fall: fewer rows that took longer than more rows were disturbed.
+
+    Args:
+        times: Of ever more rows, as they were measured.
+    """
+    lowest = list(itertools.accumulate(reversed(times), min))
+    return lowest[::-1]
+
+
 @torch.inference_mode()
 def measure(
     runner: ModelRunner,
@@ -156,7 +167,7 @@ def measure(
 
     ready = plan()
     found = [
-        [median_seconds(kind(rows), device, _REPEATS) for rows in ROWS]
+        without_bumps([median_seconds(kind(rows), device, _REPEATS) for rows in ROWS])
         for kind in (layer, copy, select)
     ]
     few = [
