@@ -101,7 +101,8 @@ def test_where_nothing_was_judged_the_profile_holds_the_defaults_and_says_so() -
 def run_verify(model: Path, python_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """Run the command as users do; an engine takes the process's other children with it."""
     command = [sys.executable, "-m", "sgl_blend", "verify", "--model-path", str(model), *flags]
-    return run_program(command, python_path, timeout_s=600, PYTHONPATH=str(python_path))
+    settings = {"PYTHONPATH": str(python_path), "OMP_NUM_THREADS": "1"}  # the matrices are tiny
+    return run_program(command, python_path, timeout_s=600, **settings)
 
 
 def write_data(path: Path, count: int, num_letters: int = 40) -> Path:
