@@ -98,7 +98,7 @@ class ChunkStore:
         self._tree = tree
         self._page_size = page_size
         self._removals = 0
-        self._is_there = make_check(tree)
+        self._are_there = make_check(tree)
 
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
@@ -135,9 +135,11 @@ class ChunkStore:
                 hits[index] = ChunkHit(key, span, found, prefix_length, stored, complete)
         return hits
 
-    def is_there(self, hit: ChunkHit) -> bool:
-        """Tell whether a chunk is surely where it was found, whatever was removed since."""
-        return self._is_there(hit.match)
+    def still_there(self, hits: Sequence[ChunkHit | None]) -> list[ChunkHit | None]:
+        """Return the hits with None for those that may not be where they were found."""
+        known = [hit for hit in hits if hit is not None]
+        checks = iter(self._are_there([hit.match for hit in known]))
+        return [hit if hit is not None and next(checks) else None for hit in hits]
 
     def touch(self, key: ChunkKey) -> None:
         """Count a chunk and its build prefix as used now."""
@@ -194,7 +196,11 @@ class ChunkStore:
         return evictable_tokens(self._tree)
 
     def lock(self, match: TreeMatch) -> TreeLock:
-        """Keep a match's KV in place until unlock."""
+        """Keep a match's KV in place until unlock.
+
+        Its slots are read now: a locked node may be split before the forward wants them.
+        """
+        _ = match.slots
         return lock_node(self._tree, match.node)
 
     def unlock(self, held: TreeLock) -> None:

@@ -45,6 +45,7 @@ from sgl_blend.engine.rounds import (
     leave_queue,
     pool_capacity,
     put_first,
+    uncut_length,
 )
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.engine.tree import TOKEN_BYTES
@@ -57,7 +58,6 @@ from sgl_blend.scheduler.internal_requests import (
     AddReq,
     new_internal_request,
     secret_rid_prefix,
-    step_length,
 )
 from sgl_blend.scheduler.rounds import QUIET_S, Round
 
@@ -110,7 +110,9 @@ class ChunkBuilder:
         bytes_per_pool = self._capacity * TOKEN_BYTES
         self._pending = BuildQueue(_MAX_PENDING, _MAX_PENDING_POOLS * bytes_per_pool)
         limit = _FOREGROUND_STEP_TOKENS if build_first else _BACKGROUND_STEP_TOKENS
-        self._steps = StepPlanner(store, step_length(scheduler, limit))
+        # A request that SGLang cuts occupies the only place for such requests, and the server is busy
+        # for a flush or for new weights until its last piece is done. So long work is cut by us.
+        self._steps = StepPlanner(store, uncut_length(scheduler, limit))
         self._budget = BuildBudget()
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}

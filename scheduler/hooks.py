@@ -72,11 +72,11 @@ def around_get_new_batch_prefill(
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, running_batch, *args, **kwargs)
-    runtime.begin_round(running_batch)
+    runtime.rounds.begin(running_batch)
     try:
         return orig(scheduler, running_batch, *args, **kwargs)
     finally:
-        runtime.end_round()
+        runtime.rounds.end()
 
 
 def around_add_one_req(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from sgl_blend.engine.objects import Req, Scheduler, Verdict
 from sgl_blend.engine.requests import new_silent_request
-from sgl_blend.engine.rounds import lowest_priority, uncut_length, vocab_size
+from sgl_blend.engine.rounds import lowest_priority, vocab_size
 from sgl_blend.engine.tp_group import TPGroup
 
 _MARK = "sgl_blend_internal"
@@ -55,23 +55,6 @@ def new_internal_request(
     )
     setattr(req, _MARK, True)
     return req
-
-
-def step_length(scheduler: Scheduler, limit: int) -> int:
-    """Return how many tokens one internal request may prefill.
-
-    A request that SGLang cuts occupies its only place for such requests: nobody else may be cut, and
-    whatever wants the server idle (a flush, new weights) finds it busy until the last piece is done.
-    So long work is cut by us, into requests that each end with their one step.
-
-    Args:
-        scheduler: SGLang's Scheduler.
-        limit: Longest step wanted, in tokens.
-
-    Returns:
-        A number of whole pages that depends on the server's settings alone.
-    """
-    return uncut_length(scheduler, limit)
 
 
 def is_internal(req: Req) -> bool:

@@ -80,8 +80,7 @@ class Lookups:
             if known is not None:
                 before = known.found
                 if known.stamp[0] != stamp[0]:
-                    there = self._store.is_there
-                    before = [hit if hit is not None and there(hit) else None for hit in before]
+                    before = self._store.still_there(before)
             found = self._find_chunks(state, prefix, before)
             lookup = self._put_together(req, state, prefix, found)
             state.missed.update(lookup.missing)
@@ -194,5 +193,5 @@ def _from_the_beginning(hit: ChunkHit, head: TreeMatch) -> ChunkHit:
     if hit.match.start == 0:
         return hit
     slots = torch.cat([head.slots[: hit.match.start], hit.match.slots])
-    match = TreeMatch(slots, hit.match.node, hit.match.stop)
+    match = TreeMatch(hit.match.node, hit.match.stop, known=slots)
     return msgspec.structs.replace(hit, match=match)

@@ -278,16 +278,6 @@ class BlendRuntime:
         """Note that the tree is about to forget everything."""
         self.admission.before_reset()
 
-    # --- background work ---
-
-    def begin_round(self, running_batch: ScheduleBatch) -> None:
-        """Put background work into the waiting queue for one scheduling round, if any may run."""
-        self.rounds.begin(running_batch)
-
-    def end_round(self) -> None:
-        """Take back what of it was not admitted."""
-        self.rounds.end()
-
     # --- what an operator does ---
 
     def forget_pending(self) -> None:

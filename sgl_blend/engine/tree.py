@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,19 +25,32 @@ class TreeMatch(msgspec.Struct, eq=False, gc=False):
     part of no cycle.
 
     Attributes:
-        slots: int64 [stop - start], device slots of the longest stored prefix of the key.
         node: The tree's handle of the last node, to be locked while the slots are read.
         stop: Tokens of the path that are stored.
         start: Tokens at the beginning of the path whose slots are left out.
+        known: The slots, or None while nobody asked for them.
+        read: Reads the slots of a match from the tree, where they are not known.
     """
 
-    slots: torch.Tensor
     node: Handle
     stop: int
     start: int = 0
+    known: torch.Tensor | None = None
+    read: Callable[[TreeMatch], torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return self.stop
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """int64 [stop - start], device slots of the stored path.
+
+        They are read at the first use, which must come while the path is stored.
+        """
+        if self.known is None:
+            assert self.read is not None, "slots are known or can be read"
+            self.known = self.read(self)
+        return self.known
 
     def take(self, start: int, stop: int) -> torch.Tensor:
         """Return int64 [stop - start], pool slots of a part of the path."""
@@ -64,9 +78,10 @@ def match_prefix(
     result = tree.match_prefix(_match_types()[1](key=key))
     node = result.last_device_node
     if features().match_has_slots:
-        return TreeMatch(result.device_indices, node, result.device_indices.numel())
+        slots = result.device_indices
+        return TreeMatch(node, slots.numel(), known=slots)
     stop = result.device_prefix_len
-    return TreeMatch(tree.path_device_indices(node)[:stop], node, stop)
+    return TreeMatch(node, stop, known=tree.path_device_indices(node)[:stop])
 
 
 def tree_key(

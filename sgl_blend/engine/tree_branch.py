@@ -10,7 +10,7 @@ SGLang's match, and so is every tree that is not a known one.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -63,37 +63,77 @@ def find_branch(
     if type(core) is UnifiedTreeCore and not core.is_eagle:
         node = core.node_by_id(head.node)
         return _NodeBranch(any_tree, head, node, page_size, probe, _component_value, _node_number)
-    if core is not None and hasattr(core, "match_full_device_prefix"):
-        return _CoreBranch(core, any_tree, head, tree_key(tokens, salt=salt, extra_key=extra_key))
+    if _is_known_rust(core):
+        return _RustBranch(core, any_tree, head, tree_key(tokens, salt=salt, extra_key=extra_key))
     return any_tree
 
 
-def make_check(tree: Tree) -> Callable[[TreeMatch], bool]:
+def _is_known_rust(core: Any) -> bool:
+    """Tell whether a tree's core is Rust and answers what 0.5.21 and 0.5.23 answer."""
+    calls = ("match_full_device_prefix", "get_node_key_lengths", "get_component_device_value")
+    native = getattr(core, "_binding", None)
+    return hasattr(core, "_bindings") and all(hasattr(native, call) for call in calls)
+
+
+def make_check(tree: Tree) -> Callable[[Sequence[TreeMatch]], list[bool]]:
     """Return a test whether KV is still where a branch found it, whatever was removed since.
 
     It may say no where it cannot know. In a UnifiedRadixCache nodes have numbers that are never given
-    again, not even after a reset, and a node that was split has fewer slots. The slots that are
-    remembered keep their memory, so no others can have their address.
+    again, not even after a reset, and a node that was split has fewer tokens. So a node of the same
+    number and length is the same node. That holds while evicted nodes leave the tree: a server with a
+    host tier, which would keep them, is refused at start.
     """
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
     core: Any = getattr(tree, "tree_core", None)
-    native = getattr(core, "_binding", None)
-    if type(core) is not UnifiedTreeCore and not hasattr(native, "get_component_device_value"):
-        return lambda found: False
-    value_of = (core if native is None else native).get_component_device_value
+    if _is_known_rust(core):
+        return lambda found: _check_lengths(core._binding.get_node_key_lengths, found)
+    if type(core) is UnifiedTreeCore:
+        return lambda found: [_check_value(core.get_component_device_value, one) for one in found]
+    return lambda found: [False] * len(found)
 
-    def is_there(found: TreeMatch) -> bool:
-        slots = found.slots
+
+_CHECKED_AT_ONCE = 64
+"""Nodes whose lengths are asked for in one call, which fails if one of them is gone."""
+
+
+def _check_lengths(
+    lengths_of: Callable[[list[Any]], list[int]], found: Sequence[TreeMatch]
+) -> list[bool]:
+    checked: list[bool] = []
+    for begin in range(0, len(found), _CHECKED_AT_ONCE):
+        some = found[begin : begin + _CHECKED_AT_ONCE]
         try:
-            value = value_of(found.node, _FULL)
+            lengths = lengths_of([one.node for one in some])
         except KeyError:
-            return False
-        if value is None or value.data_ptr() != slots.data_ptr():
-            return False
-        return bool(value.numel() == slots.numel())
+            lengths = [_length_of(lengths_of, one.node) for one in some]
+        checked += [
+            one.stop - one.start == length for one, length in zip(some, lengths, strict=True)
+        ]
+    return checked
 
-    return is_there
+
+def _length_of(lengths_of: Callable[[list[Any]], list[int]], node: Any) -> int:
+    """Return the tokens of a node, -1 if it is gone."""
+    try:
+        return lengths_of([node])[0]
+    except KeyError:
+        return -1
+
+
+def _check_value(value_of: Callable[[Any, int], torch.Tensor | None], found: TreeMatch) -> bool:
+    """Tell whether a node has the slots that were found.
+
+    The slots that are remembered keep their memory, so no others can have their address.
+    """
+    slots = found.slots
+    try:
+        value = value_of(found.node, _FULL)
+    except KeyError:
+        return False
+    if value is None or value.data_ptr() != slots.data_ptr():
+        return False
+    return bool(value.numel() == slots.numel())
 
 
 class _MatchBranch:
@@ -117,61 +157,57 @@ class _MatchBranch:
         return found if len(found) > self._start else None
 
 
-class _CoreBranch:
-    """A UnifiedRadixCache whose core is not Python: it has a match that changes nothing."""
+class _RustBranch:
+    """A UnifiedRadixCache whose core is Rust: it has a match that changes nothing.
+
+    The core is asked directly: SGLang's Python around it takes as long as it does. Slots are read when
+    somebody wants them, because a lookup does not.
+    """
 
     def __init__(self, core: Any, any_tree: _MatchBranch, head: TreeMatch, key: Any) -> None:
         self._any_tree = any_tree
         self._head = head
         self._key = key
-        self._core = core
+        self._rust = core._binding
+        self._make = core._bindings.MatchParamsBinding
 
     def find_all(self, paths: Iterable[bytes]) -> list[TreeMatch | None]:
-        find, value_of = self._calls()
+        make, find, read = self._make, self._rust.match_full_device_prefix, self._read
+        extra_key, salt = self._key.extra_key, self._key.cache_salt
+        paths = list(paths)
         start, path = len(self._head), array("q", self._any_tree.prefix)
         prefix_tokens = len(path)
-        found: list[TreeMatch | None] = []
+        places: list[tuple[int, Any, int]] = []
         for tokens in paths:
             del path[prefix_tokens:]
             path.frombytes(tokens)
-            stop, node, whole = find(path)
+            places.append(find(make(key=path, extra_key=extra_key, cache_salt=salt)))
+        lengths = self._rust.get_node_key_lengths([node for _, node, _ in places])
+        found: list[TreeMatch | None] = []
+        for tokens, (stop, node, whole), length in zip(paths, places, lengths, strict=True):
             if stop <= start:
                 found.append(None)
-            elif stop == whole and (slots := value_of(node, _FULL)).numel() + start == stop:
-                found.append(TreeMatch(slots, node, stop, start))
+            elif stop == whole == start + length:
+                found.append(TreeMatch(node, stop, start, None, read))
             else:
                 found.append(self._find_pieces(tokens, stop, node, whole))
         return found
 
-    def _calls(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Return the core's match of a path that changes nothing, and the slots of a node.
-
-        The Rust core is asked directly if it is where 0.5.21 and 0.5.23 have it: SGLang's Python
-        around it takes as long as it does.
-        """
-        core, key = self._core, self._key
-        native = getattr(core, "_binding", None)
-        make = getattr(getattr(core, "_bindings", None), "MatchParamsBinding", None)
-        if native is None or make is None:
-
-            def match_in_python(path: array[int]) -> Any:
-                key.token_ids = path
-                return core.match_full_device_prefix(key)
-
-            return match_in_python, core.get_component_device_value
-        find, extra_key, salt = native.match_full_device_prefix, key.extra_key, key.cache_salt
-        return (
-            lambda path: find(make(key=path, extra_key=extra_key, cache_salt=salt)),
-            native.get_component_device_value,
-        )
+    def _read(self, found: TreeMatch) -> torch.Tensor:
+        slots: torch.Tensor = self._rust.get_component_device_value(found.node, _FULL)
+        if slots.numel() == found.stop - found.start:
+            return slots
+        # The node was split since, and keeps its end.
+        whole: torch.Tensor = self._rust.collect_full_device_indices(found.node, self._head.node)
+        return whole
 
     def _find_pieces(self, tokens: bytes, stop: int, node: Any, whole: int) -> TreeMatch | None:
         """Find a path that is not one node after the beginning."""
         start = len(self._head)
         if stop != whole or start == 0:  # only the tree's own match can split a node
             return self._any_tree.find(tokens)
-        slots = self._core.collect_full_device_indices(node, self._head.node)
-        return TreeMatch(slots, node, stop, start)
+        slots = self._rust.collect_full_device_indices(node, self._head.node)
+        return TreeMatch(node, stop, start, slots)
 
 
 class _NodeBranch:
@@ -223,7 +259,7 @@ class _NodeBranch:
         value = self._value_of(child)
         if value is not None and value.numel() == len(path) and child.key.token_ids == path:
             start = self._start
-            return TreeMatch(value, self._handle_of(child), start + len(path), start)
+            return TreeMatch(self._handle_of(child), start + len(path), start, value)
         return self._walk(path, tokens)
 
     def _child(self, node: Any, path: array[int], at: int) -> Any:
@@ -247,7 +283,7 @@ class _NodeBranch:
         if not values:
             return None
         start = self._start
-        return TreeMatch(torch.cat(values), self._handle_of(node), start + at, start)
+        return TreeMatch(self._handle_of(node), start + at, start, torch.cat(values))
 
 
 def _own_value(node: Any) -> torch.Tensor | None:
