@@ -43,7 +43,7 @@ import numpy as np
 from examples.demo.material import Recipe, prepare
 from sgl_blend.commands.bench.prompts import Library, Prompt, to_body
 from sgl_blend.commands.bench.shapes import read_shape, write_shape
-from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import KEEP_MEMORY, Server, launched
 
 ROOT = Path(__file__).parents[1]
@@ -245,8 +245,8 @@ def main() -> int:
     verdict = is_above(timings["blend"], timings["null"], timings["stock"])
     built = sum(block.chunks for block in blocks["blend"])
     steps = sum(block.steps for block in blocks["blend"])
-    facts = {"machine": str(describe_machine()), "date": time.strftime("%Y-%m-%d")}
-    settings = {"command": command, "requests": args.requests, "length": args.length}
+    facts = origin_of_script()
+    settings = {"server": command, "requests": args.requests, "length": args.length}
     results = {**compared, "verdict": verdict, "chunks_built": built, "build_steps": steps}
     raw = {name: [asdict(block) for block in found] for name, found in blocks.items()}
     args.json.write_text(

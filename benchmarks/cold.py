@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo.material import Material, Recipe, prepare
-from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running
 
 ROOT = Path(__file__).parents[1]
@@ -222,7 +222,7 @@ def main() -> int:
                 print(name, flush=True)
                 found[name].append(compare(*servers, material, kind, args.pairs))
     results = {name: summarise(rounds) for name, rounds in found.items()}
-    facts = {"machine": str(describe_machine()), "date": time.strftime("%Y-%m-%d")}
+    facts = origin_of_script()
     settings = {"environment": environment, "same": args.same}
     args.json.write_text(json.dumps({**facts, **settings, **results}, indent=1))
     for name, run in results.items():

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from examples.demo.material import Material, Recipe, prepare
-from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running
 
 ROOT = Path(__file__).parents[1]
@@ -127,10 +127,7 @@ def main() -> int:
     }
     ratio = p50["blend"]["plain"] / p50["stock"]["plain"]
     facts = {
-        "machine": str(describe_machine()),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": f"python -m benchmarks.fair --blocks {args.blocks} --seconds {args.seconds:g} "
-        f"--rate {args.rate:g}",
+        **origin_of_script(),
         "requests": {kind: len(found["stock"][kind == "rag"]) for kind in ("plain", "rag")},
         "ttft_p50_s": p50,
         "plain_ratio": ratio,

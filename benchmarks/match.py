@@ -39,7 +39,7 @@ import numpy as np
 from harness import Driver, Engine, Prompt
 from tiny_models import make_slim_model
 
-from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 
 ROOT = Path(__file__).parents[1]
@@ -204,8 +204,7 @@ def main() -> int:
         found = [engine.call(measure, case, args.chunks, args.prompts) for case in CASES]
     finally:
         engine.close()
-    facts = {"machine": str(describe_machine()), "date": time.strftime("%Y-%m-%d")}
-    record = {**facts, "chunks": args.chunks, "prompts": args.prompts, "cases": found}
+    record = {**origin_of_script(), "chunks": args.chunks, "prompts": args.prompts, "cases": found}
     args.json.write_text(json.dumps(record, indent=1) + "\n")
     kept = [show(case, per_prompt) for case, (_, per_prompt) in zip(found, CASES, strict=True)]
     return int(not all(kept))

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.cold import measure
 from examples.demo.material import Material, Recipe, prepare
-from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running, stock_environment
 
 ROOT = Path(__file__).parents[1]
@@ -116,12 +116,7 @@ def main() -> int:
         kind: {"ratio": statistics.median(r), "ci95": interval(r), "pairs": r}
         for kind, r in found.items()
     }
-    facts = {
-        "machine": str(describe_machine()),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": f"python -m benchmarks.off --rounds {args.rounds} --pairs {args.pairs}",
-    }
-    args.json.write_text(json.dumps({**facts, **results}, indent=1) + "\n")
+    args.json.write_text(json.dumps({**origin_of_script(), **results}, indent=1) + "\n")
     for kind, result in results.items():
         low, high = result["ci95"]
         print(f"{kind}: {result['ratio']:.4f} ({low:.4f} to {high:.4f}), {len(found[kind])} pairs")

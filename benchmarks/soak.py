@@ -43,7 +43,7 @@ import httpx
 
 from benchmarks.soak_operators import Gate, Operator
 from benchmarks.soak_traffic import KINDS, Tally, Traffic
-from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import Server, running
 
 ROOT = Path(__file__).parents[1]
@@ -198,9 +198,8 @@ def main() -> int:
             print(f"the server is gone after {time.monotonic() - start:.0f} s: {err!r}")
             return 1
         command = blend.command
-    machine = str(describe_machine())
     args.json.write_text(
-        json.dumps({"command": command, "machine": machine, **found}, indent=2) + "\n"
+        json.dumps({**origin_of_script(), "server": command, **found}, indent=2) + "\n"
     )
     print(json.dumps(found, indent=2))
     for sentence in tally.violations[:20]:

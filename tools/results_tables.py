@@ -26,9 +26,7 @@ def circumstances(found: dict[str, Any], script: str, command_of: str = "command
     """Return under which circumstances a result was measured, as far as the file holds them."""
     machine = found.get("machine", UNKNOWN)
     if isinstance(machine, dict):
-        machine = (
-            f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu'] or 'none'}"
-        )
+        machine = f"{_processor(machine)}, GPU: {machine['gpu'] or 'none'}"
     versions = found.get("versions")
     told = (
         ", ".join(f"{name} {number}" for name, number in versions.items()) if versions else UNKNOWN
@@ -42,7 +40,13 @@ def circumstances(found: dict[str, Any], script: str, command_of: str = "command
         f"- date: {date.partition('T')[0]}",
         f"- versions: {told}",
     ]
+    if "server" in found:
+        lines.append(f"- server: `{found['server']}`")
     return "\n".join(lines) + "\n\n"
+
+
+def _processor(machine: dict[str, Any]) -> str:
+    return f"{machine['processor']}, {machine['cores']} cores"
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -59,6 +63,35 @@ def interval(low: float, high: float, digits: int = 3) -> str:
 
 def ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g}"
+
+
+def demo() -> str:
+    found = load("demo.json")
+    kinds = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
+    prompts = len(found["prompt_tokens"])
+    rows = [
+        (
+            _promised(f"{row['ratio']:g}", row),
+            *(f"{row[kind] / prompts:.0f}" for kind in kinds),
+            f"{row['median_ttft_s']:.2f} s",
+            _promised(f"{row['speedup']:.1f}x", row),
+            f"{row['kl']:.2g}",
+        )
+        for row in found["ratios"]
+    ]
+    full = found["full_prefill"]["median_ttft_s"]
+    rows.append(("stock", "", "", "", "", f"{full:.2f} s", "1.0x", ""))
+    names = ("exact prefix", "reused", "recomputed", "computed")
+    header = ("ratio", *names, "TTFT", "speed-up", "KL of the first token")
+    told = (
+        f"The command was `make demo` on {_processor(found['machine'])}, in float32, with SGLang "
+        f"{found['versions']['sglang']}, on {found['date'].partition('T')[0]}.\n"
+    )
+    return table(header, rows) + "\n" + told
+
+
+def _promised(cell: str, row: dict[str, Any]) -> str:
+    return f"**{cell}**" if row["ratio"] == 0.15 else cell
 
 
 def cold() -> str:
@@ -253,6 +286,7 @@ def _qualities(name: str) -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
+    "demo": demo,
     "cold": cold,
     "off": off,
     "fair": fair,

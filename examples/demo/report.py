@@ -1,15 +1,8 @@
 """What the demo found: the table, build/demo.json, the last line, and whether it is good enough."""
 
 import json
-import os
-import platform
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -17,6 +10,7 @@ from rich.table import Table
 
 from examples.demo.material import Material
 from examples.demo.measure import TOKEN_KINDS, Run, kl_divergence, top1_agreement
+from sgl_blend.commands.common.records import origin_of_script
 
 RATIO = 0.15
 """The default recompute ratio, the one the speed-up is promised for."""
@@ -162,35 +156,7 @@ def to_json(
         "model_parameters": material.num_parameters,
         "vocab_size": material.vocab_size,
         "wall_s": round(wall_s, 1),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m examples.demo.run",
+        **origin_of_script(),
         "server_commands": dict(commands),
-        "commit": _commit(),
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        **{name: version(name) for name in ("torch", "sglang", "transformers", "sgl-blend")},
     }
     return json.dumps(report, indent=2) + "\n"
-
-
-def _commit() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() or None
-
-
-def _cpu() -> str:
-    if sys.platform == "linux":
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -56,8 +56,8 @@ def run_kernels(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from sgl_blend.commands.bench.kernel_speed import measure
-    from sgl_blend.commands.bench.report import KernelsReport, describe_run
-    from sgl_blend.commands.common.records import to_json
+    from sgl_blend.commands.bench.report import KernelsReport
+    from sgl_blend.commands.common.records import command_line, find_origin, to_json
 
     console = Console(stderr=True)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ def run_kernels(args: argparse.Namespace) -> int:
         speeds = measure(device, shapes, compile_flashinfer=args.compile_flashinfer)
     except (ValueError, RuntimeError) as err:
         raise CommandError(f"bench kernels: {str(err).splitlines()[0]}") from err
-    report = KernelsReport(circumstances=describe_run(args.argv), speeds=speeds)
+    report = KernelsReport(circumstances=find_origin(command_line(args.argv)), speeds=speeds)
     if speeds.rows:
         output_console().print(_make_table(speeds.rows))
     for sentence in speeds.errors:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,34 +12,15 @@ from sgl_blend.commands.bench.pair import NAMES, Pair
 from sgl_blend.commands.bench.throughput import Load, Outcome
 from sgl_blend.commands.bench.ttft import TtftRow
 from sgl_blend.commands.common.records import (
-    Machine,
+    Origin,
     command_line,
-    describe_machine,
-    find_versions,
+    find_origin,
     without_folders,
 )
 from sgl_blend.fallback import message_of
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-PACKAGES = ("sgl-blend", "sglang", "torch", "triton")
-
-
-class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """Where figures come from.
-
-    Attributes:
-        command: Without this machine's paths.
-        commit: Of the checkout that sgl-blend ran from, with ``-dirty`` if it was changed; null if
-            it was installed.
-    """
-
-    command: str
-    date: str
-    versions: dict[str, str]
-    commit: str | None
-    machine: Machine
 
 
 class Circumstances(Origin, frozen=True, kw_only=True):
@@ -117,7 +95,7 @@ def describe_servers(
 ) -> Circumstances:
     """Put together what a benchmark runs on and with; commands are what started each server."""
     return Circumstances(
-        **msgspec.structs.asdict(describe_run(argv)),
+        **msgspec.structs.asdict(find_origin(command_line(argv))),
         model=without_folders(model),
         servers={
             name: " ".join(map(without_folders, command.split()))
@@ -125,32 +103,6 @@ def describe_servers(
         },
         num_tokens=num_tokens,
     )
-
-
-def describe_run(argv: Sequence[str]) -> Origin:
-    """Put together what any benchmark runs on and with; argv is what stands after ``sgl-blend``."""
-    return Origin(
-        command=command_line(argv),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions=find_versions(PACKAGES),
-        commit=find_commit(),
-        machine=describe_machine(),
-    )
-
-
-def find_commit() -> str | None:
-    """Return the commit of the checkout this runs from, ``-dirty`` if changed; None outside of one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
-    describing = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *describing], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def make_ttft_table(report: TtftReport) -> Table:

@@ -3,12 +3,17 @@
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import msgspec
+
+PACKAGES = ("sgl-blend", "sglang", "torch", "triton")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,6 +26,57 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """Return it as benchmarks name it; the GPU, where there is one, is named first."""
         return ", ".join(filter(None, [self.gpu, self.processor, f"{self.cores} cores"]))
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where figures come from.
+
+    Attributes:
+        command: Without this machine's paths.
+        commit: Of the checkout that sgl-blend ran from, with ``-dirty`` if it was changed; null if
+            it was installed.
+    """
+
+    command: str
+    date: str
+    versions: dict[str, str]
+    commit: str | None
+    machine: Machine
+
+
+def find_origin(command: str) -> Origin:
+    """Return where figures come from that a command measures now."""
+    return Origin(
+        command=command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions=find_versions(PACKAGES),
+        commit=find_commit(),
+        machine=describe_machine(),
+    )
+
+
+def origin_of_script() -> dict[str, Any]:
+    """Return where the figures of the running module come from, as fields for its JSON."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = Path(sys.argv[0]).name if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
+    words = " ".join(map(without_folders, sys.argv[1:]))
+    found: dict[str, Any] = msgspec.to_builtins(find_origin(f"python {name} {words}".strip()))
+    return found
+
+
+def find_commit() -> str | None:
+    """Return the commit of the checkout this runs from, ``-dirty`` if changed; None outside of one."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    describing = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *describing], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
 
 
 def to_json(report: msgspec.Struct) -> bytes:
