@@ -191,7 +191,7 @@ def assert_builds_are(
 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("on_miss", ["compute", "build"])
-def test_each_build_is_a_forward_of_its_own_behind_its_prefix(
+def test_each_build_is_a_forward_of_its_own_after_its_prefix(
     start_engine: StartEngine, on_miss: str, page_size: int
 ) -> None:
     engine = start_engine(blend_on_miss=on_miss, page_size=page_size, chunked_prefill_size=-1)
@@ -274,7 +274,7 @@ def test_builds_stay_alone_in_batches_that_mix_prefill_and_decode(
     assert any(forward.batch_others for forward in building), "no build met a decode step"
 
 
-def test_a_build_that_sglang_sorts_behind_clients_does_not_join_them(
+def test_a_build_that_sglang_sorts_after_clients_does_not_join_them(
     start_engine: StartEngine,
 ) -> None:
     engine = start_engine(enable_priority_scheduling=True)

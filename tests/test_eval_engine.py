@@ -62,7 +62,7 @@ def written(model: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return {**report, "printed": done.stdout, "folder": folder, "stderr": done.stderr}
 
 
-def test_every_way_has_a_row_behind_full_prefill(written: dict[str, Any]) -> None:
+def test_every_way_has_a_row_after_full_prefill(written: dict[str, Any]) -> None:
     full, *rows = written["rows"]
     assert full["policy"] == "full"
     assert (full["recomputed_share"], full["layer_rows_share"]) == (1.0, 1.0)

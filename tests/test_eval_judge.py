@@ -154,7 +154,7 @@ def test_what_agrees_more_is_tried_first_even_if_its_kl_is_larger() -> None:
     assert choose(first, second, BOUNDS).chosen is second[1]
 
 
-def test_behind_a_setting_that_fails_nothing_is_tried_any_more() -> None:
+def test_after_a_setting_that_fails_nothing_is_tried_any_more() -> None:
     first = [row(0.001, cost=0.6), row(0.02, cost=0.5), row(0.03, cost=0.4)]
     second = [row(0.001, cost=0.6), row(0.5, cost=0.5), row(0.001, cost=0.4)]
     assert choose(first, second, BOUNDS).chosen is second[0]

@@ -57,7 +57,7 @@ def scored(**fields: Any) -> dict[str, Any]:
 HOSTILE: dict[str, dict[str, Any]] = {
     "negative token": marked(-5),
     "very negative token": marked(-(10**9)),
-    "first token behind the vocabulary": marked(VOCAB_SIZE),
+    "first token beyond the vocabulary": marked(VOCAB_SIZE),
     "token of 40 bits": marked(1 << 40),
     "token of 70 bits": marked(1 << 70),
     "negative token beside spans": {
@@ -77,7 +77,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "temperature NaN": sampled(temperature=float("nan")),
     "temperature true": sampled(temperature=True),
     "top_k of 32 bits": sampled(top_k=1 << 31, temperature=1.0),
-    "stop tokens behind the vocabulary": sampled(stop_token_ids=[10**6], min_new_tokens=1),
+    "stop tokens beyond the vocabulary": sampled(stop_token_ids=[10**6], min_new_tokens=1),
     "negative stop tokens": sampled(stop_token_ids=[-7], min_new_tokens=1),
     "bias of an unknown token": sampled(logit_bias={"100000": 1.0}),
     "bias beyond float32": sampled(logit_bias={"5": 1e39}, temperature=1.0),

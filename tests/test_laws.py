@@ -202,7 +202,7 @@ LAYOUTS = [
     pytest.param({"chunked_prefill_size": 48}, id="chunked prefill"),
     pytest.param({"page_size": 16}, id="pages of 16"),
     pytest.param({"page_size": 16, "chunked_prefill_size": 48}, id="both"),
-    pytest.param({"blend_max_build_prefix": 0}, id="built behind BOS"),
+    pytest.param({"blend_max_build_prefix": 0}, id="built after BOS"),
 ]
 
 

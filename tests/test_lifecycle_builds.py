@@ -294,6 +294,6 @@ def _forget_under_priorities(driver: Driver) -> tuple[int, int]:
     return driver.runtime.builder.num_forgotten, driver.runtime.builder.num_built
 
 
-def test_builds_behind_requests_with_priority_are_not_forgotten(start_engine: StartEngine) -> None:
+def test_builds_after_requests_with_priority_are_not_forgotten(start_engine: StartEngine) -> None:
     engine = start_engine(enable_priority_scheduling=True)
     assert engine.call(_forget_under_priorities) == (0, 3)

@@ -30,7 +30,7 @@ def _flush_after_an_answer(driver: Driver, others: int) -> tuple[bool, list[bool
 
 @OVERLAP
 @pytest.mark.parametrize("others", [1, 3])
-def test_a_flush_right_behind_an_answer_succeeds(
+def test_a_flush_right_after_an_answer_succeeds(
     start_engine: StartEngine, overlap: bool, others: int
 ) -> None:
     engine = start_engine(**settings(overlap))

@@ -38,7 +38,7 @@ def test_the_score_is_the_mean_attention(
     assert float(score.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_row_pays_nothing_to_what_stands_behind_it() -> None:
+def test_a_row_pays_nothing_to_what_stands_after_it() -> None:
     q, k = torch.randn(2, 2, 8), torch.randn(9, 1, 8)
     assert query_attention(q, k, 3, scale=1.0)[5:].tolist() == [0.0] * 4
 

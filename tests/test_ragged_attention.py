@@ -113,7 +113,7 @@ GARBAGE = [1.0, -1e4, 1e30, -1e36]
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     data=st.data(),
 )
-def test_kv_behind_a_row_leaves_it_bit_identical(
+def test_kv_after_a_row_leaves_it_bit_identical(
     seed: int, count: int, garbage: float, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     case = make_case([3, count, 2], seed=seed).to(dtype)

@@ -155,7 +155,7 @@ def with_garbage_after(case: Case, row: int, garbage: float) -> Case:
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("garbage", [1.0, 1e3])
-def test_kv_behind_a_row_leaves_it_bit_identical(
+def test_kv_after_a_row_leaves_it_bit_identical(
     garbage: float, dtype: torch.dtype, num_splits: int
 ) -> None:
     case = make_case([3, 40, 2], seed=5).to(dtype).on(DEVICE)
@@ -170,7 +170,7 @@ def test_kv_behind_a_row_leaves_it_bit_identical(
 # The rows after it do see it; the interpreter warns of that.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("num_splits", [1, 2])
-def test_kv_behind_a_tile_is_not_even_read(num_splits: int) -> None:
+def test_kv_after_a_tile_is_not_even_read(num_splits: int) -> None:
     # Slots are allocated before they are written, and NaN times the weight 0 is NaN.
     case = make_case([3, 40, 2], seed=5).on(DEVICE)
     before = run(case, num_splits=num_splits)

@@ -195,7 +195,7 @@ def test_without_a_normalizer_a_normalized_token_is_as_good_as_any() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
-def test_a_blank_behind_every_separator_is_warned_about(scheme: str) -> None:
+def test_a_blank_after_every_separator_is_warned_about(scheme: str) -> None:
     core = Tokenizer(models.BPE(vocab={"<unk>": 0, "\u2581": 1, "a": 2, "b": 3}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     core.add_special_tokens(["<|reserved_0|>"])

@@ -153,7 +153,7 @@ def test_two_samples_share_one_blended_prompt(server: Server) -> None:
         assert report["reused_tokens"] + report["prefix_tokens"] > 0.7 * report["prompt_tokens"]
 
 
-def test_constrained_decoding_behind_a_blended_prompt(server: Server) -> None:
+def test_constrained_decoding_after_a_blended_prompt(server: Server) -> None:
     server.generate(rag_text(0, 1, 2))
     server.wait_for_builds()
     body = {

@@ -62,7 +62,7 @@ def insert(tree: Any, path: list[int], page_size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["radix", "python", "rust"])
-def test_a_path_that_ends_in_a_node_as_long_as_its_part_behind_the_beginning(kind: str) -> None:
+def test_a_path_that_ends_in_a_node_as_long_as_its_part_after_the_beginning(kind: str) -> None:
     tree = make_tree(kind, 1)
     prefix, first, second = [1, 2, 3], [4] * 10, [5] * 20
     for path in (prefix + first + second, prefix + first + [6] * 5):
