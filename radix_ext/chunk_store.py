@@ -196,11 +196,7 @@ class ChunkStore:
         return evictable_tokens(self._tree)
 
     def lock(self, match: TreeMatch) -> TreeLock:
-        """Keep a match's KV in place until unlock.
-
-        Its slots are read now: a locked node may be split before the forward wants them.
-        """
-        _ = match.slots
+        """Keep a match's KV in place until unlock."""
         return lock_node(self._tree, match.node)
 
     def unlock(self, held: TreeLock) -> None:
