@@ -37,6 +37,14 @@ def step_lengths(batch: ForwardBatch) -> list[int]:
     return batch.extend_seq_lens_cpu
 
 
+def rows_with_logits(batch: ForwardBatch) -> list[int]:
+    """Return per request how many rows, its last ones, the logits are wanted of; at least one."""
+    lengths, starts = batch.extend_seq_lens_cpu, batch.extend_logprob_start_lens_cpu
+    if starts is None:
+        return [1] * len(lengths)
+    return [max(1, length - start) for length, start in zip(lengths, starts, strict=True)]
+
+
 def row_positions(batch: ForwardBatch) -> torch.Tensor:
     """Return per row its position in its request, int64 [rows]."""
     return batch.positions

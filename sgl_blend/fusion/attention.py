@@ -7,6 +7,7 @@ through ragged_attention. A gradual policy selects again in layers above, among 
 What the dropped rows would have written lies in the pool already, copied from their chunks.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sgl_blend.engine.forward import (
     kv_slots_of_requests,
     layer_kv,
     row_positions,
+    rows_with_logits,
     step_lengths,
     take_rows,
     write_kv,
@@ -29,6 +31,7 @@ from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import segmented_topk
+from sgl_blend.kernels.upload import to_device
 from sgl_blend.policies import POLICIES
 from sgl_blend.policies.spec import LayerView
 
@@ -121,6 +124,7 @@ class BlendAttention:
         self._batch = batch
         self._dtype = dtype
         self._select_layer: int | None = None
+        self._last_layer: int | None = None
         self._kernel = kernel
         self._plan: object = None
 
@@ -128,9 +132,18 @@ class BlendAttention:
         # Reached only for names this class does not define: pools, metadata, flags.
         return getattr(self.inner, name)
 
+    @property
+    def has_dropped(self) -> bool:
+        """Whether rows were taken out of the batch, so that it attends through our kernel."""
+        return self._plan is not None
+
     def select_at(self, layer_id: int) -> None:
         """Choose, in the layer of this number, which rows go on."""
         self._select_layer = layer_id
+
+    def keep_last_at(self, layer_id: int) -> None:
+        """Let only rows whose logits are wanted go on in the last layer, which has this number."""
+        self._last_layer = layer_id
 
     def forward(
         self,
@@ -148,7 +161,7 @@ class BlendAttention:
             [rows, heads * v_head_dim]; where rows are selected, of the kept rows only.
         """
         layer_id = layer_number(layer)
-        selects = layer_id == self._select_layer
+        selects = layer_id in (self._select_layer, self._last_layer)
         if self._plan is None and not selects:
             return attend(self.inner, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         k_pool, v_pool = layer_kv(self.inner, layer_id)
@@ -157,7 +170,10 @@ class BlendAttention:
         heads, scale = split_heads(q, layer), softmax_scale(layer)
         if selects:
             with phase(Phase.SELECTION):
-                self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, scale))
+                if layer_id == self._last_layer:
+                    self._keep_last()
+                else:
+                    self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, scale))
                 (heads,) = compact_rows(self.kept_rows, [heads])
         mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=scale)
         return mixed.reshape(heads.shape[0], -1)
@@ -182,6 +198,14 @@ class BlendAttention:
                 selecting.append((group, budget, priorities))
         self._reduce(selecting)
 
+    def _keep_last(self) -> None:
+        """Take the rows out of the batch whose KV was all that is wanted of them."""
+        counts, left = step_lengths(self._batch), rows_with_logits(self._batch)
+        stops = itertools.accumulate(counts)
+        rows = [torch.arange(stop - n, stop) for stop, n in zip(stops, left, strict=True)]
+        self.kept_rows = to_device(torch.cat(rows), batch_device(self._batch))
+        self._take_kept(left)
+
     def _prioritise(self, group: Candidates, budget: int, fresh: _LayerKV) -> torch.Tensor:
         policy = POLICIES[group.policy]
         assert policy.score is not None, "its priorities are known before the forward"
@@ -205,6 +229,9 @@ class BlendAttention:
         self._candidates = self._renumber(
             selecting, [a - b for a, b in zip(counts, left, strict=True)]
         )
+        self._take_kept(left)
+
+    def _take_kept(self, left: list[int]) -> None:
         take_rows(self._batch, self.kept_rows, left)
         self._plan = self._kernel.plan(
             row_positions(self._batch), left, self._kv_slots(), self._dtype

@@ -6,6 +6,7 @@
     check layer                     | fresh KV of all rows; selection; attention and MLP of kept rows
     layers above                    | kept rows
                                     | gradual policies: selection again, among the kept rows
+    last layer                      | fresh KV of kept rows; the rest for rows whose logits are wanted
     norm, logits                    | stock
 
 Whatever is copied is copied before the first layer, for all layers in which a row may be dropped; a
@@ -125,8 +126,18 @@ class Fusor:
                 phase(Phase.SHRUNK_LAYERS),
                 around_logits(runner, lambda: phase(Phase.LOGITS)),
             ):
-                logits = run_layers(runner, batch, self.layers.total - done)
+                logits = self._run_rest(batch, backend, done)
         return model_output(logits)
+
+    def _run_rest(self, batch: ForwardBatch, backend: BlendAttention, done: int) -> object:
+        """Run the layers that select no more; return the logits."""
+        last = self.layers.total - 1
+        run_layers(self._runner, batch, last - done)
+        if not backend.has_dropped:
+            return run_layers(self._runner, batch, 1)
+        backend.keep_last_at(last)
+        with residual_rows(self._modules[last], lambda: backend.kept_rows):
+            return run_layers(self._runner, batch, 1)
 
     def _backend(self, batch: ForwardBatch, candidates: list[Candidates]) -> BlendAttention:
         return BlendAttention(
@@ -198,10 +209,7 @@ class Fusor:
         body_rows = torch.cat(
             [_range(s + h, n - h) for s, h, n in zip(starts, exact_lengths, lengths, strict=True)]
         )
-        positions = torch.zeros(sum(exact_lengths), dtype=torch.int64, device=device)
-        cos, sin = self._rotation.between(
-            positions, positions
-        )  # an exact prefix stays where it was
+        cos, sin = self._rotation.none(sum(exact_lengths))  # an exact prefix stays where it was
         copy = Copy(
             layers=range(self.layers.total),
             source_slots=torch.cat(

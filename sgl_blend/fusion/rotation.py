@@ -34,6 +34,12 @@ class Rotation:
         """Return cos and sin that move keys from old to new positions (see delta_rope_tables)."""
         return delta_rope_tables(self.embedding.table, old_position, new_position)
 
+    def none(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin that leave so many keys where they are."""
+        table = self.embedding.table
+        shape = (num_tokens, table.shape[1] // 2)
+        return torch.ones(shape, device=table.device), torch.zeros(shape, device=table.device)
+
 
 def rotation_errors(rotation: Rotation, dtype: torch.dtype, num_positions: int) -> dict[int, float]:
     """Compare moved keys with keys that the model's own module rotates in place.
