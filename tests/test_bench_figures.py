@@ -19,6 +19,7 @@ from sgl_blend.commands.bench.throughput import (
     Point,
     conclude,
     draw_arrivals,
+    find_ceiling,
     find_knee,
     find_rate_at,
     next_rate,
@@ -34,7 +35,7 @@ from sgl_blend.fusion.plan import LayerSplit
 def make_reply(ttft_s: float, *, kept: int, reused: int, layers: LayerSplit | None) -> Reply:
     """Make the reply to a prompt of 20 exact tokens, and kept and reused ones after them."""
     if layers is None:
-        return Reply(ttft_s, 0.0, 20, {})
+        return Reply(ttft_s, 0.0, 100, 20, {})
     report = {
         "prompt_tokens": 20 + kept + reused,
         "prefix_tokens": 20,
@@ -44,7 +45,7 @@ def make_reply(ttft_s: float, *, kept: int, reused: int, layers: LayerSplit | No
         "layer_rows": (layers.check + 1) * (kept + reused) + layers.above * kept,
         "fallback": None,
     }
-    return Reply(ttft_s, 0.0, 20, report)
+    return Reply(ttft_s, 0.0, 100, 20, report)
 
 
 @pytest.mark.parametrize(("kept", "reused"), [(10, 90), (25, 75), (100, 0)])
@@ -117,7 +118,7 @@ def test_a_block_is_never_empty() -> None:
         assert 0 <= arrival < 2.0
 
 
-def make_load(p50_s: float) -> Load:
+def make_load(p50_s: float, rows: float = 100.0) -> Load:
     return Load(
         requests=1,
         ttft_p50_s=p50_s,
@@ -125,6 +126,7 @@ def make_load(p50_s: float) -> Load:
         ttft_p90_s=p50_s,
         completed_rate=1.0,
         reused_share=0.5,
+        computed_rows=rows,
         fallbacks={},
     )
 
@@ -147,6 +149,16 @@ def test_the_rate_at_a_bound_lies_between_the_measured_ones() -> None:
     assert find_rate_at(points, "stock", 0.3) == pytest.approx(2.0 + 2.0 * 0.25)
     assert find_rate_at(points, "blend", 0.3) is None
     assert find_rate_at(points, "stock", 0.05) is None
+
+
+def test_the_ceiling_is_that_of_requests_that_both_servers_saw() -> None:
+    points = [
+        Point(rate=1.0, stock=make_load(0.1, 900.0), blend=make_load(0.1, 300.0)),
+        Point(rate=2.0, stock=make_load(0.2, 700.0), blend=make_load(0.1, 100.0)),
+        Point(rate=4.0, stock=None, blend=make_load(0.1, 1.0)),
+    ]
+    assert find_ceiling(points) == pytest.approx(1600 / 400)
+    assert find_ceiling(points[2:]) is None
 
 
 def test_the_gain_compares_rates_at_the_same_ttft() -> None:

@@ -22,12 +22,14 @@ class Reply:
     Attributes:
         ttft_s: From sending to the first streamed token.
         ended_s: When the last token came, on the clock of time.perf_counter.
+        prompt_tokens: Tokens of the prompt.
         cached_tokens: Of the prompt, as SGLang counts them: the exact prefix.
         report: ``meta_info["sgl_blend"]``; empty from a stock server.
     """
 
     ttft_s: float
     ended_s: float
+    prompt_tokens: int
     cached_tokens: int
     report: dict[str, Any]
 
@@ -64,7 +66,8 @@ async def ask(client: httpx.AsyncClient, body: bytes) -> Reply:
         raise ServerError("the server streamed no token")
     meta = _read_meta(last)
     report = meta.get("sgl_blend") or [{}]
-    return Reply(first_s - started, ended_s, int(meta["cached_tokens"]), report[0])
+    tokens = int(meta["prompt_tokens"]), int(meta["cached_tokens"])
+    return Reply(first_s - started, ended_s, *tokens, report[0])
 
 
 def _read_meta(line: str) -> dict[str, Any]:

@@ -188,8 +188,14 @@ def summary(outcome: Outcome) -> str:
     gain = "not known" if outcome.gain is None else f"{outcome.gain:.2f}"
     return (
         f"Idle TTFT: {idle}. Knee: {knees}. Rate at a TTFT p50 of {_seconds(outcome.bound_s)}: "
-        f"{crossings}; gain in throughput at equal TTFT {gain}."
+        f"{crossings}; gain in throughput at equal TTFT {gain}{_ceiling(outcome)}."
     )
+
+
+def _ceiling(outcome: Outcome) -> str:
+    if outcome.ceiling is None:
+        return ""
+    return f", and {outcome.ceiling:.2f} if only linear work took time"
 
 
 def warnings(outcome: Outcome) -> list[str]:

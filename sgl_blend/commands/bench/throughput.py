@@ -96,6 +96,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         completed_rate: Requests per second, until the last one of a block is answered.
         reused_share: Of the prompt tokens, those whose chunk KV was taken as it was.
+        computed_rows: Rows that a request computes in a layer, mean over layers and requests.
         fallbacks: Requests that were not blended, by the reason that the server gives.
     """
 
@@ -105,6 +106,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90_s: float
     completed_rate: float
     reused_share: float
+    computed_rows: float
     fallbacks: dict[str, int]
 
 
@@ -132,6 +134,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         rates_at_bound: Per server where its TTFT p50 crosses the bound, between the measured rates;
             null if it does not.
         gain: The blending server's rate at the bound over the stock one's.
+        ceiling: What the gain would be if only linear work took time: rows that stock computes over
+            those that blending computes, of the same requests. Stock finds the beginning of a prompt
+            in its own cache, too, so this lies below what one alone would reach.
     """
 
     idle_ttft_s: dict[str, float]
@@ -140,6 +145,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     knees: dict[str, float | None]
     rates_at_bound: dict[str, float | None]
     gain: float | None
+    ceiling: float | None
 
 
 def draw_arrivals(rate: float, seconds: float, draw: random.Random) -> list[float]:
@@ -243,7 +249,23 @@ def conclude(points: Sequence[Point], idle_ttft_s: Mapping[str, float], slo: flo
         knees={name: find_knee(ordered, name, bound_s) for name in NAMES},
         rates_at_bound=at_bound,
         gain=None if stock is None or blend is None else blend / stock,
+        ceiling=find_ceiling(ordered),
     )
+
+
+def find_ceiling(points: Sequence[Point]) -> float | None:
+    """Return how many times more requests linear work alone would allow; see Outcome.
+
+    Args:
+        points: Those on which both servers saw the same requests count.
+    """
+    rows = {name: 0.0 for name in NAMES}
+    for point in points:
+        loads = {name: point.load(name) for name in NAMES}
+        for name, load in loads.items():
+            if load is not None and None not in loads.values():
+                rows[name] += load.computed_rows * load.requests
+    return rows["stock"] / rows["blend"] if rows["blend"] else None
 
 
 class ThroughputBench:
@@ -253,6 +275,7 @@ class ThroughputBench:
         pair: Both servers.
         settings: What to send.
         vocab_size: Of the model.
+        num_layers: Of the model.
         watch: Told what is going on, and after each block.
         save: Given what is known after each rate.
     """
@@ -262,11 +285,13 @@ class ThroughputBench:
         pair: Pair,
         settings: ThroughputSettings,
         vocab_size: int,
+        num_layers: int,
         watch: Progress,
         save: Callable[[Outcome], None],
     ) -> None:
         self._pair = pair
         self._settings = settings
+        self._num_layers = num_layers
         self._watch = watch
         self._save = save
         traffic = settings.traffic
@@ -349,7 +374,10 @@ class ThroughputBench:
                 found[name].append(await ask_at(clients[name], bodies, arrivals_s))
                 self._pair.blend.wait_for_builds()
                 self._watch(f"{rate:.3g} requests/s to {name}", 1)
-        loads = {name: summarise(blocks, self._settings.seed) for name, blocks in found.items()}
+        loads = {
+            name: summarise(blocks, self._settings.seed, self._num_layers)
+            for name, blocks in found.items()
+        }
         return Point(rate=rate, stock=loads.get("stock"), blend=loads.get("blend"))
 
     def _is_useful(self, name: str, rate: float, bound_s: float) -> bool:
@@ -372,12 +400,13 @@ class ThroughputBench:
         return to_body(prompt, params, settings.traffic.output_tokens)
 
 
-def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int) -> Load:
+def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int, num_layers: int) -> Load:
     """Put the blocks of one rate on one server together.
 
     Args:
         blocks: The replies of each, and the seconds until the last one ended.
         seed: Of the interval.
+        num_layers: Of the model.
     """
     replies = [reply for block, _ in blocks for reply in block]
     times = [reply.ttft_s for reply in replies]
@@ -391,5 +420,14 @@ def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int) -> Load:
         ttft_p90_s=float(np.quantile(times, 0.9)),
         completed_rate=len(replies) / sum(seconds for _, seconds in blocks),
         reused_share=reused_tokens / prompt_tokens if prompt_tokens else 0.0,
+        computed_rows=statistics.mean(_rows(reply, num_layers) for reply in replies),
         fallbacks=dict(Counter(filter(None, (report["fallback"] for report in reports)))),
     )
+
+
+def _rows(reply: Reply, num_layers: int) -> float:
+    """Return how many rows a request computed, mean over the layers."""
+    if not reply.report:
+        return reply.prompt_tokens - reply.cached_tokens
+    rows: float = reply.report["layer_rows"] / num_layers
+    return rows

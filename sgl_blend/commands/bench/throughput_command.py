@@ -126,7 +126,7 @@ def run_throughput(args: argparse.Namespace) -> int:
                 if args.json is not None:
                     args.json.write_bytes(to_json(report_of(outcome)))
 
-            bench = ThroughputBench(pair, settings, shape.vocab_size, watch, save)
+            bench = ThroughputBench(pair, settings, shape.vocab_size, shape.num_layers, watch, save)
             report = report_of(asyncio.run(bench.run()))
     output_console().print(make_throughput_table(report))
     print_line(output_console(), summary(report.outcome))
