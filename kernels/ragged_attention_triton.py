@@ -132,6 +132,7 @@ def ragged_attention_triton(
     v_scale: float = 1.0,
     tile: TileShape | None = None,
     num_splits: int | None = None,
+    num_tiles: int | None = None,
 ) -> torch.Tensor:
     """Attend each query to the KV at or before its position.
 
@@ -145,6 +146,8 @@ def ragged_attention_triton(
         v_scale: Factor on the values.
         tile: Other than choose_tile's.
         num_splits: Shares of the KV; None decides by how many programs fill the device.
+        num_tiles: Programs per KV head and share, for a grid that was fixed before; those beyond
+            the tiles that there are return at once. None for as many as there are.
 
     Returns:
         [T, num_heads, v_head_dim], q's dtype.
@@ -166,7 +169,10 @@ def ragged_attention_triton(
     if not num_rows:
         return out
     tile_rows = tile.block_m // group
-    num_tiles = sum(triton.cdiv(rows, tile_rows) for rows in plan.num_rows)
+    needed = sum(triton.cdiv(rows, tile_rows) for rows in plan.num_rows)
+    num_tiles = needed if num_tiles is None else num_tiles
+    if num_tiles < needed:
+        raise ValueError(f"num_tiles: expected at least {needed}, got {num_tiles}")
     splits = num_splits or choose_splits(q.device, num_tiles * num_kv_heads, plan.max_length)
     partial, log_sum = out, q
     if splits > 1:
@@ -202,6 +208,8 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(1)
     request, tile = _find_tile(bounds_ptr, num_requests, TILE_ROWS, BLOCK_B)
+    if tile < 0:
+        return
     first_row = tl.load(bounds_ptr + request)
     stop_row = tl.load(bounds_ptr + request + 1)
     kv_start = tl.load(bounds_ptr + num_requests + 1 + request).to(tl.int64)
@@ -247,16 +255,21 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
 def _find_tile(  # type: ignore[no-untyped-def]
     bounds_ptr, num_requests, TILE_ROWS: tl.constexpr, BLOCK_B: tl.constexpr
 ):
-    """Find the request of this program and its tile in it; the last tiles, the longest, go first."""
+    """Find the request of this program and its tile in it; the last tiles, the longest, go first.
+
+    A grid that was fixed before the rows were known may hold more programs than there are tiles. The
+    tile of those is -1.
+    """
     number = tl.arange(0, BLOCK_B)
     known = number < num_requests
     start = tl.load(bounds_ptr + number, mask=known, other=0)
     stop = tl.load(bounds_ptr + number + 1, mask=known, other=0)
     tiles = (stop - start + TILE_ROWS - 1) // TILE_ROWS
-    wanted = tl.num_programs(0) - 1 - tl.program_id(0)
+    wanted = tl.sum(tiles, 0) - 1 - tl.program_id(0)
     in_front = tl.cumsum(tiles, 0) <= wanted
     request = tl.sum((known & in_front).to(tl.int32), 0)
-    return request, wanted - tl.sum(tl.where(in_front, tiles, 0), 0)
+    tile = wanted - tl.sum(tl.where(in_front, tiles, 0), 0)
+    return request, tl.where(wanted < 0, -1, tile)
 
 
 @triton.jit

@@ -25,15 +25,16 @@ def compact_rows_triton(rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> 
     sources = [*tensors, *[rows] * unused]
     targets = [*out, *[rows] * unused]
     widths = [*(math.prod(tensor.shape[1:]) for tensor in tensors), *[0] * unused]
-    _compact_rows[(rows.shape[0],)](
+    is_narrow = all(width <= 1 for width in widths)
+    kernel = _compact_numbers if is_narrow else _compact_rows
+    kernel[(rows.shape[0],)](
         rows, *sources, *targets, *(source.stride(0) for source in sources),
         *widths, BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
     return out
 
 
-@triton.jit
-def _compact_rows(  # type: ignore[no-untyped-def]
+def _compact(  # type: ignore[no-untyped-def]
     row_ptr, source0, source1, source2, source3, target0, target1, target2, target3,
     stride0, stride1, stride2, stride3,
     WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, WIDTH3: tl.constexpr,
@@ -45,6 +46,15 @@ def _compact_rows(  # type: ignore[no-untyped-def]
     _move_row(source1 + row * stride1, target1 + place * WIDTH1, WIDTH1, BLOCK)
     _move_row(source2 + row * stride2, target2 + place * WIDTH2, WIDTH2, BLOCK)
     _move_row(source3 + row * stride3, target3 + place * WIDTH3, WIDTH3, BLOCK)
+
+
+_compact_rows = triton.jit(_compact)
+"""For hidden states: it takes note of their alignment, to read 16 bytes at a time."""
+_compact_numbers = triton.jit(
+    _compact, do_not_specialize_on_alignment=["source0", "source1", "source2", "source3"]
+)
+"""For numbers by row. SGLang's slots are a part of a list and begin anywhere: a kernel that took
+note of that would be compiled again and again, while requests wait."""
 
 
 @triton.jit

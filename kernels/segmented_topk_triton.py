@@ -43,8 +43,8 @@ def segmented_topk_triton(
     return taken, left
 
 
-# The second row of bounds begins on 16 bytes for one batch size out of four. A kernel that takes note of
-# that is compiled twice, the second time while a request waits.
+# The second row of bounds begins on 16 bytes for one batch size out of four. A kernel that takes
+# note of that is compiled twice, the second time while a request waits.
 @triton.jit(do_not_specialize_on_alignment=["first_taken_ptr"])
 def _segmented_topk(  # type: ignore[no-untyped-def]
     score_ptr, first_ptr, first_taken_ptr, taken_ptr, left_ptr, BLOCK: tl.constexpr

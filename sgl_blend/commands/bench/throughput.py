@@ -259,7 +259,7 @@ def find_ceiling(points: Sequence[Point]) -> float | None:
     Args:
         points: Those on which both servers saw the same requests count.
     """
-    rows = {name: 0.0 for name in NAMES}
+    rows = dict.fromkeys(NAMES, 0.0)
     for point in points:
         loads = {name: point.load(name) for name in NAMES}
         for name, load in loads.items():
