@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from servers import DOCUMENTS, RESERVED, SEP, SYSTEM, Server, rag_text, start_server, stop
 from tiny_models import make_text_model
+
+from sgl_blend.commands.bench import prompts as benchmark
 
 pytestmark = pytest.mark.engine
 
@@ -336,3 +339,14 @@ def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path
     assert figures["sgl_blend:canary_compared_total"] == figures["sgl_blend:canary_kl_count"] == 8
     assert figures["sgl_blend:canary_kl_sum"] == pytest.approx(8 * canary["mean_kl"])
     assert figures["sgl_blend:canary_tripped"] == 1
+
+
+def test_a_benchmark_reads_an_answer_in_two_pieces(server: Server) -> None:
+    prompt = benchmark.Prompt(token_ids=list(range(10, 60)), spans=[])
+    body = benchmark.to_body(prompt, None, 16, first_and_last=True)
+    headers = {"Content-Type": "application/json"}
+    url = f"{server.url}/generate"
+    with httpx.stream("POST", url, content=body, headers=headers, timeout=120) as answer:
+        lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
+    pieces = [json.loads(line.removeprefix("data: "))["meta_info"] for line in lines]
+    assert [piece["completion_tokens"] for piece in pieces] == [1, 16]

@@ -397,7 +397,7 @@ class ThroughputBench:
         params: dict[str, Any] | None = None
         if name == "blend":
             params = {"sgl_blend_ratio": settings.ratio, "sgl_blend_policy": settings.policy}
-        return to_body(prompt, params, settings.traffic.output_tokens)
+        return to_body(prompt, params, settings.traffic.output_tokens, first_and_last=True)
 
 
 def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int, num_layers: int) -> Load:
