@@ -1,5 +1,8 @@
 """Which kernel a server gets; speeds are only measured on a GPU."""
 
+import math
+from subprocess import CalledProcessError
+
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
@@ -8,7 +11,8 @@ from harness import Driver
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import LayerPools
-from sgl_blend.tuning.kernel_choice import choose_kernel
+from sgl_blend.kernels.ragged_attention import TorchRagged
+from sgl_blend.tuning.kernel_choice import _seconds, choose_kernel
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -37,6 +41,17 @@ def test_without_a_gpu_auto_is_torch() -> None:
 def test_a_gpu_kernel_is_refused_without_a_gpu(name: str) -> None:
     with pytest.raises(UnsupportedError, match=f"--blend-attention {name} needs a CUDA device"):
         choose(name)
+
+
+@pytest.mark.parametrize("error", [OSError, AttributeError, CalledProcessError(1, "cc")], ids=str)
+def test_a_kernel_that_does_not_run_here_is_not_taken(error: type[Exception] | Exception) -> None:
+    class Broken(TorchRagged):
+        def run(self, *args: object, **kwargs: object) -> torch.Tensor:
+            raise error
+
+    pool = torch.zeros(600, 2, 16)
+    pools = LayerPools(k=(pool,), v=(pool.clone(),))
+    assert _seconds(Broken(), pools, 4, torch.float32) == math.inf
 
 
 @pytest.mark.gpu

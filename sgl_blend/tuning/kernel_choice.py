@@ -2,6 +2,7 @@
 
 import logging
 import math
+import subprocess
 
 import torch
 
@@ -19,6 +20,17 @@ _TRIAL_POSITIONS = 8192
 _TRIAL_STEP = 7
 """Of the trial's positions every seventh is a row, about what the default ratio keeps."""
 _REPEATS = 5
+_FAILURES = (
+    ImportError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OSError,
+    subprocess.SubprocessError,
+)
+"""What a kernel that does not fit this machine has been seen to raise, or its compiler: a library that
+is missing or older, a C compiler that is not there, a shape it does not take."""
 
 
 def choose_kernel(
@@ -88,7 +100,9 @@ def _start_flashinfer(
         if not may_compile and not flashinfer.is_compiled(backend, heads):
             raise UnsupportedError(f"enable_blend: flashinfer {backend} is not compiled yet")
         return flashinfer.FlashInferRagged(backend, heads, k.device)
-    except (ImportError, ValueError, RuntimeError) as err:
+    except UnsupportedError:
+        raise
+    except _FAILURES as err:
         raise UnsupportedError(f"enable_blend: --blend-attention flashinfer: {err}") from err
 
 
@@ -108,6 +122,6 @@ def _seconds(kernel: RaggedKernel, pools: LayerPools, num_heads: int, dtype: tor
     try:
         plan: object = kernel.plan(positions, [len(positions)], [slots], dtype)
         return median_seconds(attend, k.device, _REPEATS)
-    except (RuntimeError, TritonError) as err:
+    except (*_FAILURES, TritonError) as err:
         logger.warning("sgl-blend: attention by %s fails on this machine: %s", kernel.name, err)
         return math.inf
