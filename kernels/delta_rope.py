@@ -94,6 +94,16 @@ def delta_rope_tables(
         cos and sin of the difference angle, each float32 [num_tokens, rotary_dim / 2]; exactly
         1 and 0 where the two positions are equal.
     """
+    if cos_sin.is_cuda:
+        from sgl_blend.kernels.delta_rope_tables_triton import delta_rope_tables_triton
+
+        return delta_rope_tables_triton(cos_sin, old_position, new_position)
+    return _delta_rope_tables_torch(cos_sin, old_position, new_position)
+
+
+def _delta_rope_tables_torch(
+    cos_sin: torch.Tensor, old_position: torch.Tensor, new_position: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     old_cos, old_sin = cos_sin[old_position].double().chunk(2, dim=-1)
     new_cos, new_sin = cos_sin[new_position].double().chunk(2, dim=-1)
     cos = new_cos * old_cos + new_sin * old_sin

@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 from triton.errors import TritonError
 
 from sgl_blend.kernels import (
+    delta_rope_tables_triton,
     delta_rope_triton,
     kv_deviation_triton,
     ragged_attention_triton,
@@ -120,6 +121,26 @@ def copies() -> Iterator[Build]:
             least_mean_access=8,
             quick=heads == 8 and dim == 128 and dtype in (torch.bfloat16, torch.float8_e4m3fn),
         )  # fmt: skip
+
+
+def tables() -> Iterator[Build]:
+    """The rotations of a step, from tables in float32 and in the model's dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for half in (24, 64):
+            yield Build(
+                f"delta_rope_tables {_short(dtype)} rotary {2 * half}",
+                delta_rope_tables_triton._tables,
+                {
+                    "table_ptr": POINTERS[dtype], "old_ptr": "*i64", "new_ptr": "*i64",
+                    "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+                },
+                {
+                    "HALF": half, "BLOCK_R": triton.next_power_of_2(half),
+                    "BLOCK_T": delta_rope_tables_triton.BLOCK_TOKENS,
+                },
+                aligned=("table_stride",),
+                quick=half == 64,
+            )  # fmt: skip
 
 
 def deviations() -> Iterator[Build]:
@@ -268,6 +289,7 @@ def _short(dtype: torch.dtype) -> str:
 
 LISTS: tuple[Callable[[], Iterator[Build]], ...] = (
     copies,
+    tables,
     deviations,
     selections,
     compactions,
