@@ -25,6 +25,7 @@ from sgl_blend.engine.tree import (
     free_tokens,
     lock_node,
     match_prefix,
+    pool_use,
     stored_tokens,
     unlock_node,
 )
@@ -184,6 +185,11 @@ class ChunkStore:
     def whole_pages(self, num_tokens: int) -> int:
         """Return how many of so many tokens the tree can hold: whole pages only."""
         return num_tokens // self._page_size * self._page_size
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is stored, and no request holds KV that it could still store."""
+        return free_tokens(self._tree) == pool_use(self._tree)["capacity"]
 
     @property
     def free_tokens(self) -> int:

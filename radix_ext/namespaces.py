@@ -6,6 +6,7 @@ in each of ours and may not begin like one (request.check_salt), so no client ca
     exact      <client salt>                          prompts as stock SGLang caches them
     chunks     sgl-blend:c:<model>:<client salt>      [build prefix][chunk], built alone
     blended    sgl-blend:b:<model>:<how>:<client salt>    prompts whose KV was blended
+    shadows    sgl-blend:s:<model>:<client salt>      full prefills after a change of weights
     rejected   sgl-blend:r:<client salt>              malformed requests that passed the gate
 """
 
@@ -62,6 +63,11 @@ def blend_salt(
     """
     how = f"{policy}:{ratio!r}:{check_layer}:{'' if serial is None else serial}"
     return f"{RESERVED_SALT}b:{model}:{how}:{client_salt or ''}"
+
+
+def shadow_salt(model: ModelFingerprint, client_salt: str | None) -> str:
+    """Name the namespace of full prefills by weights that the exact namespace may not be of."""
+    return f"{RESERVED_SALT}s:{model}:{client_salt or ''}"
 
 
 def rejected_salt(client_salt: str | None) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from sgl_blend.engine.admission import (
     continue_verdict,
     is_alone,
+    is_cut_as_alone,
     is_out_of_memory,
     refund_rows,
     stop_verdict,
@@ -160,6 +161,11 @@ class Admission:
         """Note that the tree is about to forget everything."""
         self._lookups.before_reset()
 
+    @property
+    def holds_old_weights(self) -> bool:
+        """Whether a client's exact namespace may hold KV of weights that are not loaded any more."""
+        return self._lookups.holds_old_weights
+
     def weights_changed(self) -> None:
         """Note that the tree may hold KV of weights that are not loaded any more."""
         self._lookups.weights_changed()
@@ -175,6 +181,9 @@ class Admission:
         reason: FallbackReason | None,
     ) -> Verdict:
         state = attempt.state
+        # Each step selects among its own rows, so the answer depends on where the prompt is cut.
+        if self._build_first and plan.spans and not is_cut_as_alone(attempt.req, attempt.adder):
+            return stop_verdict()
         matches = [hit.match for hit in lookup.hits]
         if lookup.exact is not None:
             matches.append(lookup.exact[1])
@@ -193,7 +202,7 @@ class Admission:
         for held in locks:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
-        may_wait = self._build_first and not is_alone(attempt.adder)
+        may_wait = self._build_first and not self._is_alone(attempt.adder)
         if is_out_of_memory(verdict) and not may_wait:
             return _add_plain(attempt, FallbackReason.NO_MEMORY, lookup)
         return verdict
@@ -244,7 +253,11 @@ class Admission:
         if self._builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add) > 0:
             state.build_rounds += 1
             return continue_verdict()
-        return None if is_alone(adder) else stop_verdict()
+        return None if self._is_alone(adder) else stop_verdict()
+
+    def _is_alone(self, adder: PrefillAdder) -> bool:
+        """Tell whether no memory can come free: neither of the batch and who decodes, nor of a step."""
+        return is_alone(adder) and not self._builder.is_running
 
 
 def _add_plain(

@@ -175,11 +175,16 @@ class Canary:
 
     # --- the blended request ---
 
-    def consider(self, req: Req, state: RequestState) -> None:
+    def consider(self, req: Req, state: RequestState, *, salt: str | None) -> None:
         """Pick a blended request whose last prefill step was admitted, if its turn has come.
 
         Turns are counted, not drawn: at rate 0.25 every fourth request that reuses a chunk's KV
         is picked.
+
+        Args:
+            req: The request.
+            state: Its state.
+            salt: Namespace in which it would be prefilled in full.
         """
         if not self._switch.is_on or state.report.reused_tokens == 0:
             return
@@ -194,7 +199,7 @@ class Canary:
         num_steps = -(-state.num_tokens // self._step_tokens)
         self._picked[rid_of(req)] = _Shadow(
             token_ids=prompt_ids(req),
-            salt=state.client_salt,
+            salt=salt,
             extra_key=state.keys[0].extra_key,
             # Its KV may be evicted between two steps, but not for ever.
             steps_left=2 * num_steps + 1,

@@ -4,7 +4,13 @@ import logging
 import secrets
 
 from sgl_blend.engine.tp_group import TPGroup
-from sgl_blend.radix_ext.namespaces import ModelFingerprint, blend_salt, chunk_salt, fingerprint
+from sgl_blend.radix_ext.namespaces import (
+    ModelFingerprint,
+    blend_salt,
+    chunk_salt,
+    fingerprint,
+    shadow_salt,
+)
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import NOT_JUDGED
 
@@ -54,6 +60,10 @@ class LoadedModel:
     def chunk_namespace(self, client_salt: str | None) -> str:
         """Name the namespace in which a client's chunks are stored."""
         return chunk_salt(self.fingerprint, client_salt)
+
+    def shadow_namespace(self, client_salt: str | None) -> str:
+        """Name the namespace of full prefills by the present weights alone."""
+        return shadow_salt(self.fingerprint, client_salt)
 
     def blended_namespace(
         self, client_salt: str | None, *, policy: str, ratio: float, serial: int | None

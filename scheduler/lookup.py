@@ -63,13 +63,17 @@ class Lookups:
     Args:
         store: Where chunks are found.
         with_exact_namespace: Whether exact KV of the client's earlier prompts may be used.
+
+    Attributes:
+        holds_old_weights: Whether a client's exact namespace may hold KV of weights that are not
+            loaded any more.
     """
 
     def __init__(self, store: ChunkStore, *, with_exact_namespace: bool) -> None:
         self._store = store
         self._with_exact_namespace = with_exact_namespace
         self._uses = LateUses(store)
-        self._holds_old_weights = False
+        self.holds_old_weights = False
 
     def look_up(self, req: Req, state: RequestState) -> Lookup:
         """Return what the tree holds of a request; its chunks count as used now."""
@@ -103,7 +107,7 @@ class Lookups:
         """Note that the tree is about to forget everything."""
         self._uses.clear()
         self._store.note_removal()
-        self._holds_old_weights = False
+        self.holds_old_weights = False
 
     def weights_changed(self) -> None:
         """Note that the tree may hold KV of weights that are not loaded any more.
@@ -111,7 +115,7 @@ class Lookups:
         Chunk and blended KV is of weights that its namespace names. The exact namespace is SGLang's
         own and names none: until the tree is empty, nothing is copied from it.
         """
-        self._holds_old_weights = True
+        self.holds_old_weights = not self._store.is_empty
 
     def _find_chunks(
         self, state: RequestState, prefix: int, before: list[ChunkHit | None]
@@ -168,7 +172,7 @@ class Lookups:
                 hits[0] = _from_the_beginning(hits[0], head)
                 head = hits[0].match
             matches.append(head)
-        if self._with_exact_namespace and not self._holds_old_weights:
+        if self._with_exact_namespace and not self.holds_old_weights:
             # Without a limit, which would copy the prompt to leave its last token out.
             matches.append(
                 self._store.find_prefix(tokens, salt=state.client_salt, extra_key=key.extra_key)

@@ -115,6 +115,7 @@ class RequestState:
         self.model = model.fingerprint
         salt = model.chunk_namespace(self.client_salt)
         self.keys = tuple(replace(key, salt=salt) for key in self.keys)
+        self.build_rounds = 0
 
     def retire_plan(self) -> None:
         """Give the plan up, but keep its tensors while a queued forward reads them.

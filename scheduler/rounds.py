@@ -16,6 +16,7 @@ from typing import Protocol
 from sgl_blend.engine.objects import PrefillAdder, Req, ScheduleBatch, Scheduler, Verdict
 from sgl_blend.engine.orders import is_flush_waiting, takes_background_work
 from sgl_blend.engine.rounds import (
+    expect_room,
     has_cut_request,
     holds_back_tokens,
     is_decoding,
@@ -123,6 +124,7 @@ class Rounds:
         self._prefill_ended_s = -QUIET_S
         self._flush_may_wait = False
         self._step_ran = False
+        self._had_steps = False
 
     def begin(self, running_batch: ScheduleBatch) -> None:
         """Put a step into the waiting queue for one round, if one may run.
@@ -130,7 +132,10 @@ class Rounds:
         With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
         Requests of ours end with their prefill: they leave again, or each would cost a decode step.
         """
-        take_out(running_batch, is_internal)
+        had_steps, self._had_steps = self._had_steps, take_out(running_batch, is_internal)
+        # With overlap a step that was taken out holds its memory until the next round.
+        if had_steps or self._had_steps or not is_decoding(running_batch):
+            expect_room(running_batch)
         if not any(job.num_pending or job.is_running for job in self.jobs):
             self._round, self._step_ran = None, False
             for job in self.jobs:

@@ -168,9 +168,18 @@ class BlendRuntime:
             self._planned[rid_of(req)] = req, state
         self._shares.admit(stop - start)
         if self.canary is not None and last and not state.counted:
-            self.canary.consider(req, state)
+            self._consider(self.canary, req, state)
         tell_client(req, "sgl_blend", state.told)
         count_cached(req, state.take_untold())
+
+    def _consider(self, canary: Canary, req: Req, state: RequestState) -> None:
+        """Let the canary pick a request that one model has prefilled, from its first row on."""
+        if state.model != self._model.fingerprint:
+            return
+        salt = state.client_salt
+        if self.admission.holds_old_weights:
+            salt = self._model.shadow_namespace(salt)
+        canary.consider(req, state, salt=salt)
 
     # --- forward ---
 

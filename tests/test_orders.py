@@ -211,7 +211,7 @@ def test_what_was_pending_is_forgotten_with_the_cache(
 
 
 @contextlib.contextmanager
-def _other_weights(driver: Driver, own: str, other: str) -> Any:
+def other_weights(driver: Driver, own: str, other: str) -> Any:
     """Serve other weights for the time of a with block."""
 
     def update(path: str, *, flush: bool) -> None:
@@ -236,7 +236,7 @@ def _chunks_of_old_weights(driver: Driver, own: str, other: str) -> dict[str, An
     old = driver.runtime.describe()["model_fingerprint"]
     driver.settle()
     queued = driver.submit(half)
-    with _other_weights(driver, own, other):
+    with other_weights(driver, own, other):
         new = driver.runtime.describe()["model_fingerprint"]
         driver.run_until(queued.finished)
         fresh = driver.ask(rag(0, 1))[0]
@@ -276,7 +276,7 @@ def _weights_that_change_in_the_middle(driver: Driver, own: str, other: str) -> 
     driver.run_until(lambda: driver.scheduler.chunked_req is req)
     assert driver.locked_tokens() > 0
     before = driver.answer(req).report["reused_tokens"]
-    with _other_weights(driver, own, other):
+    with other_weights(driver, own, other):
         driver.run_until(req.finished)
     return {"before": before, **driver.answer(req).report}
 

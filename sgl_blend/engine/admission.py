@@ -57,6 +57,15 @@ def is_alone(adder: PrefillAdder) -> bool:
     return not adder.can_run_list and (running is None or running.is_empty())
 
 
+def is_cut_as_alone(req: Req, adder: PrefillAdder) -> bool:
+    """Tell whether SGLang would cut a request's prefill here where it cuts it on an idle server.
+
+    That is where it is the first of its batch, or the batch's chunk budget holds the rest of the
+    prompt. (Not so with --enable-mixed-chunk, where decoding requests take of that budget.)
+    """
+    return not adder.can_run_list or fits_whole(req, adder)
+
+
 def fits_whole(req: Req, adder: PrefillAdder) -> bool:
     """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
     left, page = adder.rem_chunk_tokens, adder.page_size

@@ -73,12 +73,22 @@ def is_prefill(batch: ScheduleBatch | ForwardBatch) -> bool:
     return bool(batch.forward_mode.is_extend())
 
 
-def take_out(batch: ScheduleBatch, leaves: Callable[[Req], bool]) -> None:
-    """Take requests out of a running batch, in place, before it decodes."""
+def take_out(batch: ScheduleBatch, leaves: Callable[[Req], bool]) -> bool:
+    """Take requests out of a running batch, in place, before it decodes; return whether it held any."""
     kept = [index for index, req in enumerate(batch.reqs) if not leaves(req)]
-    if len(kept) < len(batch.reqs):
-        batch.filter_batch(keep_indices=kept)
-        batch.batch_is_full = False
+    if len(kept) == len(batch.reqs):
+        return False
+    batch.filter_batch(keep_indices=kept)
+    return True
+
+
+def expect_room(batch: ScheduleBatch) -> None:
+    """Let the next round try whether a request fits beside the running ones.
+
+    SGLang remembers that nothing fits until one of them ends. It does not see requests end that were
+    taken out of the batch, or settled between two rounds, and an empty batch would be full for ever.
+    """
+    batch.batch_is_full = False
 
 
 def holds_back_tokens(scheduler: Scheduler, is_nobodys: Callable[[Req], bool]) -> bool:
@@ -118,6 +128,7 @@ def settle_last_batch(scheduler: Scheduler, is_over: Callable[[Req], bool]) -> l
         scheduler.process_batch_result(*results.popleft())
     scheduler.last_batch = None
     take_out(scheduler.running_batch, is_over)
+    expect_room(scheduler.running_batch)
     return reqs
 
 

@@ -1,0 +1,100 @@
+"""New weights that keep the cache: KV of old ones stands in the clients' exact namespaces."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from canary_traffic import NEVER_TRIPS, begin, counted_since, figures_of, kl, rag
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver, Prompt
+from test_orders import order, other_weights, settings
+from tiny_models import make_model
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+
+def _compared_after_an_update(driver: Driver, own: str, other: str) -> dict[str, float]:
+    """Let the canary compare a blended answer where old KV of the same prompt is stored."""
+    begin(driver)
+    wanted = rag(3, 1, 2, ratio=0.3)
+    driver.ask(Prompt([wanted.tokens]))  # by the old weights
+    driver.settle()
+    with other_weights(driver, own, other):
+        driver.ask(rag(*range(8)))
+        driver.settle()
+        before = figures_of(driver)
+        blended = driver.ask(wanted)[0]
+        driver.settle()
+        after = figures_of(driver)
+        full = driver.ask(Prompt([wanted.tokens], salt="reference"))[0]
+        driver.settle()
+    compared = after["compared"] - before["compared"]
+    whole = after["mean_kl"] * min(after["compared"], 100)
+    if before["compared"]:
+        whole -= before["mean_kl"] * before["compared"]
+    return {"compared": compared, "kl": whole, "true": kl(full.logprobs[0], blended.logprobs[0])}
+
+
+def test_the_canary_compares_with_the_present_weights(
+    start_engine: StartEngine, model_folder: Path
+) -> None:
+    other = make_model("llama", model_folder / "other", seed=1)
+    engine = start_engine(**NEVER_TRIPS)
+    seen = engine.call(_compared_after_an_update, str(model_folder / "llama"), str(other))
+    assert seen["compared"] == 1
+    assert seen["kl"] == pytest.approx(seen["true"], rel=1e-3)
+
+
+def _picked_across_an_update(driver: Driver, own: str, other: str) -> tuple[int, int, int]:
+    """Change the weights in the middle of a blended prefill."""
+    before = begin(driver)
+    req = driver.submit(rag(4, 2, 5, 1, ratio=0.2))
+    driver.run_until(lambda: driver.scheduler.chunked_req is req)
+    driver.run_until(lambda: driver.answer(req).report["reused_tokens"] > 0)
+    with other_weights(driver, own, other):
+        driver.run_until(req.finished)
+        picked = len(driver.runtime.canary._picked)
+        counted = counted_since(driver, before)
+    return (picked, *counted)
+
+
+def test_a_request_of_two_models_is_not_picked(
+    start_engine: StartEngine, model_folder: Path
+) -> None:
+    other = make_model("llama", model_folder / "other", seed=1)
+    engine = start_engine(**NEVER_TRIPS, **settings(False))
+    seen = engine.call(_picked_across_an_update, str(model_folder / "llama"), str(other))
+    assert seen == (0, 0, 0)
+
+
+def _prefixes(driver: Driver, model: str, flush: bool) -> tuple[int, int]:
+    """Return what of a plain prompt's beginning is found, before an update and after it."""
+
+    def ask() -> int:
+        driver.ask(Prompt([[*rag(0).tokens[:-20], *range(30, 60)]]))
+        driver.settle()
+        found = driver.ask(rag(0, 5))[0].report["prefix_tokens"]
+        driver.settle()
+        return int(found)
+
+    driver.settle()
+    driver.flush()
+    before = ask()
+    driver.settle()
+    fields: dict[str, Any] = {"model_path": model, "load_format": "auto", "flush_cache": flush}
+    assert order(driver, "UpdateWeightFromDiskReqInput", **fields).success
+    after = ask()
+    driver.flush()
+    return before, after
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_after_an_update_with_a_flush_the_exact_namespace_serves_at_once(
+    start_engine: StartEngine, model_folder: Path, flush: bool
+) -> None:
+    engine = start_engine()
+    before, after = engine.call(_prefixes, str(make_model("llama", model_folder)), flush)
+    assert before > len(rag(0).tokens) - 40
+    assert (after == before) == flush

@@ -1,0 +1,156 @@
+"""Requests that do not fit beside background work are admitted as soon as it is over.
+
+SGLang remembers that its running batch is full until a request of it ends. Nothing of that may outlive
+the steps of builds, which leave the batch before SGLang sees them end.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Driver, Prompt, rag_prompt, random_tokens
+from test_orders import OVERLAP, begin_build, settings
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = random_tokens(1, 40)
+QUESTION = random_tokens(99, 20)
+ROUNDS = 60
+"""Many more than any of these requests needs."""
+
+
+def _ask_what_just_fits(driver: Driver, seed: int) -> bool:
+    """Submit a request that needs the whole pool while a build's step holds a part of it."""
+    begin_build(driver)
+    capacity = driver.runtime.describe()["pool"]["capacity"]
+    large = driver.submit(Prompt([random_tokens(seed, capacity - 10)], logprobs=False))
+    for _ in range(ROUNDS):
+        driver.step()
+        if large.finished():
+            break
+    served: bool = large.finished()
+    # What SGLang itself offers to get out: no test after this one may suffer.
+    driver.scheduler.running_batch.batch_is_full = False
+    driver.settle()
+    return served
+
+
+@OVERLAP
+def test_a_request_that_did_not_fit_beside_a_step_is_admitted_after_it(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    engine = start_engine(**settings(overlap, max_total_tokens=700))
+    assert all(engine.call(_ask_what_just_fits, 500 + i) for i in range(3))
+
+
+def _build_in_every_row(driver: Driver, chunks: int) -> bool:
+    driver.settle()
+    driver.flush()
+    prompt = rag_prompt(SYSTEM, [random_tokens(700 + i, 33) for i in range(chunks)], QUESTION)
+    req = driver.submit(prompt)
+    for _ in range(ROUNDS):
+        driver.step()
+        if req.finished():
+            break
+    served: bool = req.finished()
+    driver.scheduler.running_batch.batch_is_full = False
+    driver.settle()
+    return served
+
+
+@OVERLAP
+@pytest.mark.parametrize("chunks", [3, 4, 5, 9])
+def test_builds_may_take_every_row(start_engine: StartEngine, overlap: bool, chunks: int) -> None:
+    engine = start_engine(
+        blend_on_miss="build",
+        max_running_requests=4,
+        disable_overlap_schedule=not overlap,
+        blend_min_chunk_tokens=32,
+    )
+    assert engine.call(_build_in_every_row, chunks)
+
+
+def _order_after_every_batch(driver: Driver) -> int:
+    """Send short requests, and an order after each round."""
+    driver.settle()
+    reqs = [driver.submit(Prompt([random_tokens(800 + i, 60)], logprobs=False)) for i in range(9)]
+    for _ in range(ROUNDS):
+        driver.step()
+        driver.runtime.step_aside(driver.scheduler)
+        if all(req.finished() for req in reqs):
+            break
+    served: int = sum(req.finished() for req in reqs)
+    driver.scheduler.running_batch.batch_is_full = False
+    driver.settle()
+    return served
+
+
+@OVERLAP
+def test_orders_between_batches_that_take_every_row_keep_nobody_out(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    engine = start_engine(max_running_requests=2, disable_overlap_schedule=not overlap)
+    assert engine.call(_order_after_every_batch) == 9
+
+
+def _withdraw(driver: Driver) -> tuple[int, int]:
+    """Return how many requests wait after a step was offered, and after it was taken back."""
+    from sgl_blend.scheduler.rounds import Round
+
+    driver.settle()
+    driver.flush()
+    driver.ask(rag_prompt(SYSTEM, [random_tokens(900, 200)], QUESTION, logprobs=False))
+    driver.runtime.step_aside(driver.scheduler)
+    builder = driver.runtime.builder
+    now = Round(
+        now_s=0.0,
+        is_waited_in=False,
+        is_decoded_in=False,
+        is_open=True,
+        holds_first_tokens=False,
+        quiet_until_s=-1.0,
+    )
+    builder.offer(now)
+    offered = len(driver.scheduler.waiting_queue)
+    assert not builder.withdraw(now)
+    left = len(driver.scheduler.waiting_queue)
+    driver.scheduler.waiting_queue.clear()
+    driver.settle()
+    return offered, left
+
+
+def test_a_step_that_was_not_admitted_leaves_the_queue(start_engine: StartEngine) -> None:
+    assert start_engine().call(_withdraw) == (1, 0)
+
+
+def _beside(driver: Driver, plain_tokens: int) -> tuple[Any, list[float]]:
+    """Blend a prompt whose chunks are stored, admitted in the round of another one or alone."""
+    prompt = rag_prompt(
+        SYSTEM,
+        [random_tokens(600 + i, 120) for i in range(4)],
+        QUESTION,
+        params={"sgl_blend_ratio": 0.1},
+    )
+    reorder = replace(prompt, segments=[prompt.segments[i] for i in (0, 3, 2, 4, 1, 5)])
+    driver.ask(prompt)
+    driver.settle()
+    if plain_tokens:
+        driver.submit(Prompt([random_tokens(300 + plain_tokens, plain_tokens)], logprobs=False))
+    req = driver.submit(reorder)
+    driver.run_until(req.finished)
+    answer = driver.answer(req)
+    driver.settle()
+    return answer.report, answer.logprobs[0]
+
+
+@pytest.mark.parametrize("plain_tokens", [30, 100, 250, 300])
+def test_with_build_who_shares_the_prefill_chunk_changes_no_answer(
+    start_engine: StartEngine, plain_tokens: int
+) -> None:
+    engine = start_engine(blend_on_miss="build", chunked_prefill_size=320)
+    alone = engine.call(_beside, 0)
+    assert alone[0]["reused_tokens"] > 100
+    assert engine.call(_beside, plain_tokens) == alone
