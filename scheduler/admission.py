@@ -108,7 +108,7 @@ class Admission:
         if state.model != self._model.fingerprint:
             self._follow_model(req, state)
         if self.waits_for_builds(state):
-            return continue_verdict()  # it waits for that, and is not looked up meanwhile
+            return _waiting_verdict(state)  # and it is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
         if self._build_first and lookup.missing:
@@ -241,23 +241,33 @@ class Admission:
         Returns:
             SGLang's verdict while the request waits for them, None if they cannot be built.
         """
-        if self._is_being_built(missing):
-            return continue_verdict()
         state, adder = attempt.state, attempt.adder
+        if self._is_being_built(missing):
+            return _waiting_verdict(state)
         # Every round builds something. A request that needs more rounds than there is to build sees
-        # its chunks evicted as fast as they are built: the pool cannot hold them all.
+        # its chunks go as fast as they are built: others evict or flush them, or the pool cannot hold
+        # them all. So they are built with nobody else in the server before that is believed.
         if state.build_rounds > 2 * sum(map(self._builder.count_steps, state.keys)) + 2:
-            return None
+            if state.builds_alone:
+                return None
+            if not self._is_alone(adder):
+                return stop_verdict()
+            state.builds_alone, state.build_rounds = True, 0
         if not may_hold_builds(adder):
             return stop_verdict()
         if self._builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add) > 0:
             state.build_rounds += 1
-            return continue_verdict()
+            return _waiting_verdict(state)
         return None if self._is_alone(adder) else stop_verdict()
 
     def _is_alone(self, adder: PrefillAdder) -> bool:
         """Tell whether no memory can come free: neither of the batch and who decodes, nor of a step."""
         return is_alone(adder) and not self._builder.is_running
+
+
+def _waiting_verdict(state: RequestState) -> Verdict:
+    """Return SGLang's verdict for a request that waits for builds: whether others are tried now."""
+    return stop_verdict() if state.builds_alone else continue_verdict()
 
 
 def _add_plain(

@@ -42,6 +42,7 @@ class RequestState:
         all_steps_admitted: Whether the last prefill step is admitted.
         has_preempted: Whether running requests were preempted for it since it waits.
         build_rounds: How often builds of its chunks were admitted while it waits.
+        builds_alone: Whether nobody else is admitted meanwhile, because they did not stay otherwise.
         copied_tokens: Tokens of the present admission whose KV was copied.
         told_tokens: How many of them SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
@@ -69,6 +70,7 @@ class RequestState:
     all_steps_admitted: bool = False
     has_preempted: bool = False
     build_rounds: int = 0
+    builds_alone: bool = False
     copied_tokens: int = 0
     told_tokens: int = 0
     admissions: int = 0
@@ -115,7 +117,7 @@ class RequestState:
         self.model = model.fingerprint
         salt = model.chunk_namespace(self.client_salt)
         self.keys = tuple(replace(key, salt=salt) for key in self.keys)
-        self.build_rounds = 0
+        self.build_rounds, self.builds_alone = 0, False
 
     def retire_plan(self) -> None:
         """Give the plan up, but keep its tensors while a queued forward reads them.
@@ -133,7 +135,7 @@ class RequestState:
         self.unprocessed_steps = 0
         self.all_steps_admitted = False
         self.has_preempted = False
-        self.build_rounds = 0
+        self.build_rounds, self.builds_alone = 0, False
         self.remembered = None
         self.steps.clear()
         self.copied_tokens = self.told_tokens = 0
