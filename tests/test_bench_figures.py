@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sgl_blend.commands.bench.client import Reply
-from sgl_blend.commands.bench.report import Circumstances, TtftReport, errors, make_ttft_table
-from sgl_blend.commands.bench.throughput import (
+from sgl_blend.commands.bench.knees import (
     Load,
     Point,
     conclude,
-    draw_arrivals,
     find_ceiling,
     find_knee,
     find_rate_at,
     next_rate,
 )
+from sgl_blend.commands.bench.report import Circumstances, TtftReport, errors, make_ttft_table
+from sgl_blend.commands.bench.throughput import draw_arrivals
 from sgl_blend.commands.bench.ttft import TtftRow, find_shortfall, summarise
 from sgl_blend.commands.common.bootstrap import mean_interval, median_interval
 from sgl_blend.commands.common.records import describe_machine, to_json, without_folders

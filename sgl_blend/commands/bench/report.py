@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgl_blend.commands.bench.kernel_speed import Speeds
+from sgl_blend.commands.bench.knees import Load, Outcome
 from sgl_blend.commands.bench.pair import NAMES, Pair
-from sgl_blend.commands.bench.throughput import Load, Outcome
 from sgl_blend.commands.bench.ttft import TtftRow
 from sgl_blend.commands.common.records import (
     Origin,

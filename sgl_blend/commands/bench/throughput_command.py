@@ -85,6 +85,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     check_common(args)
     from rich.console import Console
 
+    from sgl_blend.commands.bench.knees import Outcome
     from sgl_blend.commands.bench.report import (
         ThroughputReport,
         describe,
@@ -92,7 +93,7 @@ def run_throughput(args: argparse.Namespace) -> int:
         summary,
         warnings,
     )
-    from sgl_blend.commands.bench.throughput import Outcome, ThroughputBench
+    from sgl_blend.commands.bench.throughput import ThroughputBench
     from sgl_blend.commands.common.records import to_json
 
     settings = make_throughput_settings(args)
