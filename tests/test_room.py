@@ -96,6 +96,29 @@ def test_orders_between_batches_that_take_every_row_keep_nobody_out(
     assert engine.call(_order_after_every_batch) == 9
 
 
+def _order_beside_one_who_decodes(driver: Driver) -> tuple[int, bool]:
+    """Send short requests into the one row that is left, and an order after each round."""
+    driver.settle()
+    long = driver.submit(Prompt([random_tokens(850, 60)], max_new_tokens=40, logprobs=False))
+    driver.run_until(lambda: len(long.output_ids) > 1)
+    reqs = [driver.submit(Prompt([random_tokens(860 + i, 60)], logprobs=False)) for i in range(5)]
+    for _ in range(20):
+        driver.step()
+        driver.runtime.step_aside(driver.scheduler)
+    served: int = sum(req.finished() for req in reqs)
+    decodes = not long.finished()
+    driver.settle()
+    return served, decodes
+
+
+@OVERLAP
+def test_orders_keep_nobody_out_beside_one_who_decodes(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    engine = start_engine(max_running_requests=2, disable_overlap_schedule=not overlap)
+    assert engine.call(_order_beside_one_who_decodes) == (5, True)
+
+
 def _withdraw(driver: Driver) -> tuple[int, int]:
     """Return how many requests wait after a step was offered, and after it was taken back."""
     from sgl_blend.scheduler.rounds import Round
