@@ -22,20 +22,25 @@ ROUNDS = 60
 """Many more than any of these requests needs."""
 
 
+def _is_served(driver: Driver, prompt: Prompt) -> bool:
+    """Tell whether a request is answered within so many rounds."""
+    req = driver.submit(prompt)
+    for _ in range(ROUNDS):
+        driver.step()
+        if req.finished():
+            break
+    served: bool = req.finished()
+    # As a pause and its end would: no test after this one may suffer.
+    driver.scheduler.running_batch.batch_is_full = False
+    driver.settle()
+    return served
+
+
 def _ask_what_just_fits(driver: Driver, seed: int) -> bool:
     """Submit a request that needs the whole pool while a build's step holds a part of it."""
     begin_build(driver)
     capacity = driver.runtime.describe()["pool"]["capacity"]
-    large = driver.submit(Prompt([random_tokens(seed, capacity - 10)], logprobs=False))
-    for _ in range(ROUNDS):
-        driver.step()
-        if large.finished():
-            break
-    served: bool = large.finished()
-    # What SGLang itself offers to get out: no test after this one may suffer.
-    driver.scheduler.running_batch.batch_is_full = False
-    driver.settle()
-    return served
+    return _is_served(driver, Prompt([random_tokens(seed, capacity - 10)], logprobs=False))
 
 
 @OVERLAP
@@ -50,15 +55,7 @@ def _build_in_every_row(driver: Driver, chunks: int) -> bool:
     driver.settle()
     driver.flush()
     prompt = rag_prompt(SYSTEM, [random_tokens(700 + i, 33) for i in range(chunks)], QUESTION)
-    req = driver.submit(prompt)
-    for _ in range(ROUNDS):
-        driver.step()
-        if req.finished():
-            break
-    served: bool = req.finished()
-    driver.scheduler.running_batch.batch_is_full = False
-    driver.settle()
-    return served
+    return _is_served(driver, prompt)
 
 
 @OVERLAP

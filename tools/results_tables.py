@@ -32,6 +32,8 @@ def circumstances(found: dict[str, Any], script: str, command_of: str = "command
         ", ".join(f"{name} {number}" for name, number in versions.items()) if versions else UNKNOWN
     )
     command = found.get("command")
+    if "server" in found:  # else an older file, whose command is the server's
+        command_of = "command"
     date = str(found.get("date", UNKNOWN))
     lines = [
         f"- measured by: `{script}`",
