@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
-from test_orders import OVERLAP, begin_build, settings
+from test_orders import OVERLAP, begin_build, order, settings
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -174,3 +174,38 @@ def test_with_build_who_shares_the_prefill_chunk_changes_no_answer(
     alone = engine.call(_beside, 0)
     assert alone[0]["reused_tokens"] > 100
     assert engine.call(_beside, plain_tokens) == alone
+
+
+def _cut_after_a_retraction(driver: Driver) -> tuple[bool, int]:
+    """Retract a blended request, build its chunks anew, and admit it in the round of another one."""
+    driver.settle()
+    driver.flush()
+    chunks = [random_tokens(640 + i, 60) for i in range(2)]
+    req = driver.submit(rag_prompt(SYSTEM, chunks, QUESTION, max_new_tokens=90, logprobs=False))
+    driver.run_until(lambda: len(req.output_ids) > 60)
+    order(driver, "PauseGenerationReqInput", mode="retract")
+    order(driver, "FlushCacheReqInput")
+    order(driver, "ContinueGenerationReqInput")
+    builder, before = driver.runtime.builder, driver.runtime.builder.num_steps
+    driver.run_until(lambda: builder.num_steps == before + 1 + len(chunks))
+    # Prompt and answer take more than what this one leaves of the batch, the prompt alone does not.
+    driver.submit(Prompt([random_tokens(660, 110)], logprobs=False))
+    queue = driver.scheduler.waiting_queue
+    queue.reverse()
+    assert queue[1:] == [req]
+    cut = False
+    while not req.finished():
+        driver.step()
+        cut = cut or driver.scheduler.chunked_req is req
+    reused = driver.answer(req).report["reused_tokens"]
+    driver.settle()
+    return cut, reused
+
+
+def test_with_build_a_retracted_request_is_cut_as_alone(start_engine: StartEngine) -> None:
+    engine = start_engine(
+        blend_on_miss="build", chunked_prefill_size=320, disable_overlap_schedule=True
+    )
+    cut, reused = engine.call(_cut_after_a_retraction)
+    assert reused > 0
+    assert not cut

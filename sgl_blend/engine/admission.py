@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
-from sgl_blend.engine.requests import prefix_length
+from sgl_blend.engine.requests import fill_ids, prefix_length
 
 
 def continue_verdict() -> Verdict:
@@ -69,7 +69,7 @@ def is_cut_as_alone(req: Req, adder: PrefillAdder) -> bool:
 def fits_whole(req: Req, adder: PrefillAdder) -> bool:
     """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
     left, page = adder.rem_chunk_tokens, adder.page_size
-    pages = -(-(len(req.origin_input_ids) - prefix_length(req)) // page)
+    pages = -(-(len(fill_ids(req)) - prefix_length(req)) // page)
     return left is None or pages * page <= left
 
 
