@@ -35,8 +35,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
             *("--enable-metrics", "--enable-cache-report"),
         ],
         folder / "log",
-        Path(__file__).parents[1],  # the repository root, whose folders must not shadow packages
-        subprocess.Popen,
+        folder,
     )
     yield running
     stop(running)

@@ -127,10 +127,11 @@ def test_settings_that_cannot_be_blended_with_are_refused(model: Path, name: str
     assert sentence in said
 
 
-def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path) -> None:
+def test_a_server_that_cannot_blend_does_not_start(model: Path) -> None:
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = ["--enable-blend", "--blend-separator", "#", "--port", str(reserve_port())]
-    done = run_for_real([*command, *flags, *SERVER_FLAGS], tmp_path)
+    # Exactly as a user does, in the repository's root: its folders must not shadow packages.
+    done = run_for_real([*command, *flags, *SERVER_FLAGS], Path(__file__).parents[1])
     assert done.returncode != 0
     assert "is not a special token" in done.stdout + done.stderr
 
