@@ -302,7 +302,7 @@ def _run(engine: Engine, num_examples: int) -> None:
 
 
 def test_the_store_does_what_a_plain_model_does(start_engine: StartEngine) -> None:
-    _run(start_engine(max_total_tokens=CAPACITY), 200)
+    _run(start_engine(max_total_tokens=CAPACITY), 100)
 
 
 @pytest.mark.slow

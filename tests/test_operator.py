@@ -308,7 +308,7 @@ def test_chunk_kv_of_old_weights_is_not_used(servers: Servers, tmp_path: Path) -
 # --- other clients ------------------------------------------------------------------------------
 
 LONG_BUILDS = pytest.mark.parametrize(
-    "chunk_tokens", [3500, pytest.param(7000, marks=pytest.mark.slow)]
+    "chunk_tokens", [2500, pytest.param(7000, marks=pytest.mark.slow)]
 )
 
 

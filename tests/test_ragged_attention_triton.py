@@ -51,8 +51,9 @@ def test_it_is_softmax_attention_under_a_mask_by_position(
     assert_right(case, case.run(TRITON))  # the tile that is chosen by itself
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize(
+    ("group", "num_kv_heads"), [*((group, 2) for group in range(1, 9)), (3, 1), (8, 1)]
+)
 def test_every_group_of_heads_reads_its_own_kv_head(group: int, num_kv_heads: int) -> None:
     case = make_case([33, 1, 60], heads=(group * num_kv_heads, num_kv_heads), head_dim=64)
 
@@ -154,14 +155,11 @@ def with_garbage_after(case: Case, row: int, garbage: float) -> Case:
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize("garbage", [1.0, 1e3])
-def test_kv_after_a_row_leaves_it_bit_identical(
-    garbage: float, dtype: torch.dtype, num_splits: int
-) -> None:
+def test_kv_after_a_row_leaves_it_bit_identical(dtype: torch.dtype, num_splits: int) -> None:
     case = make_case([3, 40, 2], seed=5).to(dtype).on(DEVICE)
     before = run(case, num_splits=num_splits)
     for row in (3, 18, 19, 30):
-        after = run(with_garbage_after(case, row, garbage), num_splits=num_splits)
+        after = run(with_garbage_after(case, row, 1e3), num_splits=num_splits)
 
         kept = [*range(row + 1), 43, 44]
         assert torch.equal(after[kept], before[kept])
@@ -222,12 +220,12 @@ def test_many_requests_find_their_tiles(num_requests: int) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_programs_beyond_the_tiles_do_nothing(num_splits: int) -> None:
-    case = make_case([129, 1, 31]).on(DEVICE)
+    case = make_case([40, 1, 31]).on(DEVICE)
     exact = run(case, num_splits=num_splits)
 
     roomy = ragged_attention_triton(
         case.q, case.k_pool, case.v_pool, plan(case), scale=case.scale, tile=SMALL_TILE,
-        num_splits=num_splits, num_tiles=40,
+        num_splits=num_splits, num_tiles=9,
     )  # fmt: skip
 
     assert torch.equal(roomy, exact)
