@@ -85,21 +85,23 @@ def test_ratio_one_computes_every_token_of_moved_chunks(start_engine: StartEngin
     assert_same(blended, full_prefill(engine, prompt))
 
 
+FINDS_WRONG_KV = {"hkvd", "hkvd-k", "gradual", "hybrid", "oracle"}
+"""Policies that must recompute rows whose stored KV is far from the fresh one."""
+
+
 def rows_to_recompute(policy: str, ratio: float) -> list[int]:
     """Return positions of ``scattered`` that a policy surely recomputes in every layer.
 
-    Policies that score are given few rows whose KV is wrong, which they must find; the others are
-    told apart by what they take anyway. A query-aware one may leave wrong KV that nobody attends to.
+    Those that compare KV are given few rows where it is wrong, which they must find. Those that see
+    nothing are told by what they take anyway. Others may leave wrong KV, and are given none.
     """
     starts = [len(SYSTEM) + len(CHUNKS[3]) + len(HOLE)]
     starts.append(starts[0] + len(CHUNKS[0]))
     lengths = [len(CHUNKS[0]), len(CHUNKS[2])]
     positions = range(starts[0], starts[1] + lengths[1])
     kind = POLICIES[policy]
-    if policy == "query-aware":
-        return []
     if kind.sees is not Sees.NOTHING:
-        return list(positions[5::11])
+        return list(positions[5::11]) if policy in FINDS_WRONG_KV else []
     chosen = kind.select(None, lengths, recompute_budget(policy, ratio, sum(lengths)))
     return [positions[row] for row in chosen.tolist()]
 
@@ -112,7 +114,7 @@ def test_l1_every_policy_recomputes_what_is_stored_wrong(
     engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=check_layer)
     params = {"sgl_blend_ratio": 0.4, "sgl_blend_policy": policy}
     wrong = rows_to_recompute(policy, 0.4)
-    assert wrong or policy in ("none", "query-aware")
+    assert wrong or policy == "none" or POLICIES[policy].sees is not Sees.NOTHING
 
     got = engine.call(on_true_kv, [scattered(params=params, max_new_tokens=2)], None, wrong)
 
