@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgl_blend.engine.objects import Tree
+from sgl_blend.engine.objects import Req, Tree
+from sgl_blend.engine.requests import match_again
 from sgl_blend.engine.tree import (
     TreeLock,
     TreeMatch,
@@ -169,6 +170,10 @@ class ChunkStore:
     ) -> TreeMatch:
         """Return the longest stored prefix of tokens[:limit] in any namespace."""
         return match_prefix(self._tree, tokens, salt=salt, extra_key=extra_key, limit=limit)
+
+    def match_again(self, req: Req) -> None:
+        """Give a request that is not admitted yet the prefix of the namespace it is in now."""
+        match_again(req, self._tree)
 
     def is_complete(self, key: ChunkKey) -> bool:
         """Tell whether as much of a chunk is stored as the tree's pages can hold; it counts as used."""

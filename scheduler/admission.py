@@ -19,13 +19,11 @@ from sgl_blend.engine.admission import (
 from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
 from sgl_blend.engine.requests import (
     brings_embeddings,
-    fill_ids,
     is_beam,
     is_being_aborted,
     logprobs_from,
     prefix_length,
     prompt_ids,
-    set_prefix,
     set_salt,
     step_range,
 )
@@ -137,13 +135,8 @@ class Admission:
     def _follow_model(self, req: Req, state: RequestState) -> None:
         """Move a request that arrived under other weights to the namespaces of the present ones."""
         state.follow_model(self._model)
-        salt = state.blended_namespace(self._model)
-        set_salt(req, salt)
-        tokens = fill_ids(req)
-        found = self._store.find_prefix(
-            tokens, salt=salt, extra_key=state.keys[0].extra_key, limit=len(tokens) - 1
-        )
-        set_prefix(req, found)
+        set_salt(req, state.blended_namespace(self._model))
+        self._store.match_again(req)
 
     def plan(self, req: Req, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
@@ -152,6 +145,13 @@ class Admission:
     def waits_for_builds(self, state: RequestState) -> bool:
         """Tell whether a chunk that was missing when a request was last looked up is being built."""
         return self._is_being_built(self._lookups.last_missing(state))
+
+    def cuts_as_alone(self, state: RequestState) -> bool:
+        """Tell whether an answer depends on where the prompt is cut, but must not on who is served.
+
+        Each step selects among its own rows.
+        """
+        return self._build_first and state.plan is not None and bool(state.plan.spans)
 
     def before_evict(self) -> None:
         """Note that the tree is about to evict."""
@@ -284,8 +284,10 @@ def _add_plain(
 
 def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
     """Name a property of the request that blending does not serve."""
-    if len(prompt_ids(req)) != state.num_tokens or is_being_aborted(req):
-        return FallbackReason.ABORTED  # SGLang shortens a request that it is about to abort
+    if is_being_aborted(req):
+        return FallbackReason.ABORTED
+    if len(prompt_ids(req)) != state.num_tokens:
+        return FallbackReason.TRUNCATED
     if brings_embeddings(req):
         return FallbackReason.MULTIMODAL
     if is_beam(req):

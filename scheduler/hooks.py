@@ -99,13 +99,17 @@ def around_preempt_to_schedule(
     return orig(adder, req, *args, **kwargs)
 
 
-def after_add_chunked_req(
-    result: object, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
-) -> None:
+def around_add_chunked_req(
+    orig: Stock, adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
+) -> Any:
     """Plan a further step of a chunked prefill."""
     runtime = _runtime_of(tree_of(adder))
-    if runtime is not None:
-        runtime.continue_chunked(req, adder)
+    if runtime is None:
+        return orig(adder, req, *args, **kwargs)
+    runtime.before_next_step(req, adder)
+    result = orig(adder, req, *args, **kwargs)
+    runtime.continue_chunked(req, adder)
+    return result
 
 
 def around_forward_raw(
@@ -160,6 +164,7 @@ def around_process_input_requests(
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, all_received, *args, **kwargs)
+    runtime.rounds.let_prefill_follow()
     orders = [received for received in all_received or () if is_order(received)]
     if orders or runtime.rounds.flush_waits():
         runtime.step_aside(scheduler)

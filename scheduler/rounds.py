@@ -20,6 +20,7 @@ from sgl_blend.engine.rounds import (
     has_cut_request,
     holds_back_tokens,
     is_decoding,
+    let_prefill_follow,
     somebody_waits,
     take_out,
 )
@@ -179,6 +180,10 @@ class Rounds:
     def admit(self, req: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit an internal request: the job that it belongs to knows how."""
         return next(job for job in self.jobs if job.owns(req)).admit(req, adder, add)
+
+    def let_prefill_follow(self) -> None:
+        """Let a step not count as the prefill after which SGLang decodes for a while."""
+        let_prefill_follow(self._scheduler, is_internal)
 
     def prefill_ended(self) -> None:
         """Note that a client's prefill has just ended, and its first token is on its way.

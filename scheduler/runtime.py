@@ -6,6 +6,7 @@ from typing import Any
 from sgl_blend.engine.admission import (
     admitted,
     continue_verdict,
+    cut_by_budget_alone,
     has_preempted,
     stop_verdict,
     was_admitted,
@@ -35,6 +36,7 @@ from sgl_blend.engine.requests import (
     count_cached,
     fill_ids,
     has_finished,
+    is_health_check,
     match_again,
     rid_of,
     step_range,
@@ -153,6 +155,12 @@ class BlendRuntime:
         state = state_of(req)
         return state is not None and self.admission.waits_for_builds(state)
 
+    def before_next_step(self, req: Req, adder: PrefillAdder) -> None:
+        """Let a further step of a chunked prefill end where it would on an idle server."""
+        state = state_of(req)
+        if state is not None and self.admission.cuts_as_alone(state):
+            cut_by_budget_alone(adder)
+
     def continue_chunked(self, req: Req, adder: PrefillAdder) -> None:
         """Note that a further step of a chunked prefill was admitted."""
         state = state_of(req)
@@ -260,7 +268,8 @@ class BlendRuntime:
             state.retired.clear()
             if state.all_steps_admitted:
                 if not state.counted:  # a retracted request is prefilled again
-                    self._metrics.add(state.report)
+                    if not is_health_check(req):
+                        self._metrics.add(state.report)
                     state.counted = True
                 self.release(req)
 

@@ -34,6 +34,7 @@ class FallbackReason(StrEnum):
     BESIDE_EMBEDDINGS = "beside_embeddings", "computed in full in one batch with embeddings"
     BEAM_SEARCH = "beam_search", "beam search is not blended"
     ABORTED = "aborted", "aborted before it was served"
+    TRUNCATED = "truncated", "SGLang shortened the prompt to what the pool holds"
     CANARY = "canary", "the canary switched blending off"
 
 

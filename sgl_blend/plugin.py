@@ -29,13 +29,14 @@ from sgl_blend.engine.hook_points import (
     wrap_engine_settings,
 )
 from sgl_blend.engine.objects import (
+    Answers,
     Completions,
     Received,
     Scheduler,
     ServerArgs,
     TokenizerManager,
 )
-from sgl_blend.engine.requests import echo_params, manager_of
+from sgl_blend.engine.requests import echo_params, manager_of, mend_returned_prompts
 from sgl_blend.engine.versions import TESTED_VERSIONS
 from sgl_blend.errors import ConfigError
 from sgl_blend.protocol.gate import RequestGate, check_preferred
@@ -56,6 +57,7 @@ def register() -> None:
             "flag values": _after_flag_values,
             "settings": _after_settings,
             "tokenized": _after_tokenized,
+            "answers": _before_answers,
             "echoed text": _after_echoed_text,
             "echoed prompts": _after_echoed_prompts,
             "scheduler": _after_scheduler_init,
@@ -64,7 +66,7 @@ def register() -> None:
             "round": hooks.around_get_new_batch_prefill,
             "admission": hooks.around_add_one_req,
             "preemption": hooks.around_preempt_to_schedule,
-            "next step": hooks.after_add_chunked_req,
+            "next step": hooks.around_add_chunked_req,
             "forward": hooks.around_forward_raw,
             "result": hooks.after_process_batch_result,
             "release": hooks.before_release_kv_cache,
@@ -135,6 +137,12 @@ def _after_tokenized(
     gate = _gate_of(manager)
     if gate is not None:
         gate.check(received)
+
+
+def _before_answers(manager: TokenizerManager, answers: Answers, *args: Any, **kwargs: Any) -> None:
+    gate = _gate_of(manager)
+    if gate is not None:
+        mend_returned_prompts(manager, answers, gate.without_separator_ids)
 
 
 def _after_echoed_text(

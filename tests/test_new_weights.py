@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from canary_traffic import NEVER_TRIPS, begin, counted_since, figures_of, kl, rag
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, Prompt
-from test_orders import order, other_weights, settings
+from harness import Driver, Prompt, random_tokens
+from test_orders import OVERLAP, order, other_weights, settings
 from tiny_models import make_model
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -98,3 +98,54 @@ def test_after_an_update_with_a_flush_the_exact_namespace_serves_at_once(
     before, after = engine.call(_prefixes, str(make_model("llama", model_folder)), flush)
     assert before > len(rag(0).tokens) - 40
     assert (after == before) == flush
+
+
+def _logprobs_across_an_update(driver: Driver, own: str, other: str) -> tuple[Any, Any]:
+    """Two equal prompts wait while the weights change; one wants the logprobs of all tokens."""
+    driver.settle()
+    driver.flush()
+    long = driver.submit(Prompt([random_tokens(870, 500)], logprobs=False))
+    driver.run_until(lambda: driver.scheduler.chunked_req is long)
+    wanted = rag(0, 1)
+    wanted.logprob_start_len = 0
+    reqs = [driver.submit(rag(0, 1)), driver.submit(wanted)]
+    with other_weights(driver, own, other):
+        driver.run_until(lambda: all(req.finished() for req in reqs))
+        answer = driver.answer(reqs[1])
+        driver.settle()
+        reference = Prompt([wanted.tokens], salt="reference", logprob_start_len=0)
+        full = driver.ask(reference)[0]
+        driver.settle()
+    return answer, full
+
+
+@OVERLAP
+def test_logprobs_of_a_prompt_survive_new_weights(
+    start_engine: StartEngine, model_folder: Path, overlap: bool
+) -> None:
+    other = make_model("llama", model_folder / "other", seed=1)
+    engine = start_engine(chunked_prefill_size=256, disable_overlap_schedule=not overlap)
+    answer, full = engine.call(_logprobs_across_an_update, str(model_folder / "llama"), str(other))
+    assert len(answer.input_logprobs) == len(full.input_logprobs)
+    assert answer.input_logprobs == pytest.approx(full.input_logprobs, abs=1e-3)
+
+
+def _weights_after_the_checker(driver: Driver, action: str) -> tuple[int, int]:
+    driver.settle()
+    before = driver.runtime.describe()["weight_updates"]
+    driver.ask(rag(0, 1))
+    driver.settle()
+    order(driver, "CheckWeightsReqInput", action=action)
+    report = driver.ask(rag(1, 0))[0].report
+    driver.settle()
+    return driver.runtime.describe()["weight_updates"] - before, report["chunk_hits"]
+
+
+@pytest.mark.parametrize(("action", "changed"), [("checksum", False), ("reset_tensors", True)])
+def test_the_weight_checker_may_change_all_weights(
+    start_engine: StartEngine, action: str, changed: bool
+) -> None:
+    engine = start_engine(blend_policy="hkvd-k")  # nobody else wants these weights
+    updates, hits = engine.call(_weights_after_the_checker, action)
+    assert updates == changed
+    assert hits == (0 if changed else 2)

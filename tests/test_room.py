@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, Prompt, rag_prompt, random_tokens
+from harness import Driver, Prompt, largest_difference, rag_prompt, random_tokens
+from sglang.srt.managers.schedule_policy import SchedulePolicy
 from test_orders import OVERLAP, begin_build, order, settings
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.engine
 
 SYSTEM = random_tokens(1, 40)
 QUESTION = random_tokens(99, 20)
+SHORTEST_FIRST = hasattr(SchedulePolicy, "shortest_prefill_chunk_limit")
 ROUNDS = 60
 """Many more than any of these requests needs."""
 
@@ -209,3 +211,95 @@ def test_with_build_a_retracted_request_is_cut_as_alone(start_engine: StartEngin
     cut, reused = engine.call(_cut_after_a_retraction)
     assert reused > 0
     assert not cut
+
+
+def _beside_short_ones(driver: Driver, others: int) -> tuple[Any, list[float]]:
+    """Blend a prompt that takes several steps, while short requests arrive, or alone."""
+    prompt = rag_prompt(
+        SYSTEM,
+        [random_tokens(600 + i, 120) for i in range(4)],
+        QUESTION,
+        params={"sgl_blend_ratio": 0.1},
+    )
+    reorder = replace(prompt, segments=[prompt.segments[i] for i in (0, 3, 2, 4, 1, 5)])
+    driver.ask(prompt)
+    driver.settle()
+    req = driver.submit(reorder)
+    driver.run_until(lambda: driver.scheduler.chunked_req is req)
+    for number in range(others):
+        driver.submit(Prompt([random_tokens(670 + number, 30)], logprobs=False))
+        driver.step()
+    driver.run_until(req.finished)
+    answer = driver.answer(req)
+    driver.settle()
+    return answer.report, answer.logprobs[0]
+
+
+@pytest.mark.skipif(not SHORTEST_FIRST, reason="this SGLang does not serve the shortest first")
+def test_with_build_short_requests_cut_no_step_of_a_long_one(start_engine: StartEngine) -> None:
+    engine = start_engine(
+        blend_on_miss="build",
+        chunked_prefill_size=200,
+        schedule_policy="shortest-prefill-first",
+    )
+    alone = engine.call(_beside_short_ones, 0)
+    assert alone[0]["reused_tokens"] > 100
+    beside = engine.call(_beside_short_ones, 3)
+    assert beside[0] == alone[0]
+    assert largest_difference(beside[1], alone[1]) < 1e-3
+
+
+def _rounds_beside_a_step(driver: Driver) -> tuple[int, int]:
+    """Return rounds until a short request is answered while a build runs beside one who decodes."""
+    driver.settle()
+    driver.flush()
+    long = driver.submit(
+        rag_prompt(SYSTEM, [random_tokens(680, 600)], QUESTION, max_new_tokens=900, logprobs=False)
+    )
+    builder = driver.runtime.builder
+    before = builder.num_steps
+
+    def step() -> None:
+        driver.scheduler.process_input_requests([])
+        driver.step()
+
+    while builder.num_steps < before + 2 and not long.finished():
+        step()
+    steps = builder.num_steps - before
+    req = driver.submit(Prompt([random_tokens(690, 30)], logprobs=False))
+    rounds = 0
+    while not req.finished():
+        step()
+        rounds += 1
+    driver.scheduler.abort_request(abort_all())
+    driver.settle()
+    return steps, rounds
+
+
+@pytest.mark.skipif(not SHORTEST_FIRST, reason="this SGLang has no --prefill-decode-interval")
+@OVERLAP
+def test_no_request_waits_for_decode_rounds_because_of_a_step(
+    start_engine: StartEngine, overlap: bool
+) -> None:
+    engine = start_engine(prefill_decode_interval=300, disable_overlap_schedule=not overlap)
+    steps, rounds = engine.call(_rounds_beside_a_step)
+    assert steps == 2
+    assert rounds < 10
+
+
+def abort_all() -> Any:
+    from sglang.srt.managers.io_struct import AbortReq
+
+    return AbortReq(rid="", abort_all=True)
+
+
+def _truncated(driver: Driver) -> Any:
+    driver.settle()
+    fallback = driver.ask(rag_prompt(SYSTEM, [random_tokens(695, 900)], QUESTION))[0].report
+    driver.settle()
+    return fallback["fallback"]
+
+
+def test_a_prompt_that_sglang_shortens_is_called_that(start_engine: StartEngine) -> None:
+    engine = start_engine(allow_auto_truncate=True, max_total_tokens=700)
+    assert engine.call(_truncated) == "truncated"

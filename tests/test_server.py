@@ -281,6 +281,39 @@ def test_server_info_and_metrics_show_totals(server: Server) -> None:
     for name in ("reused_tokens", "recomputed_tokens", "chunk_hits", "chunk_misses", "requests"):
         assert f"sgl_blend:{name}_total" in metrics
     assert "sgl_blend:fallback_total{" in metrics
+    (stock,) = {
+        line.partition('model_name="')[2].partition('"')[0]
+        for line in metrics.splitlines()
+        if line.startswith("sglang:num_requests_total{")
+    }
+    assert f'sgl_blend:requests_total{{model_name="{stock}"}}' in metrics
+
+
+def test_a_health_check_is_no_request(server: Server) -> None:
+    before = server.totals()["requests"]
+    for _ in range(3):
+        assert server.request("/health_generate")[0] == 200
+    server.generate("A plain prompt.")
+    assert server.totals()["requests"] == before + 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_returned_prompt_is_what_the_model_saw(
+    server: Server, count: int, together: bool
+) -> None:
+    marked, plain = rag_text(0, 1), rag_text(0, 1).replace(SEP, "")
+    returned = []
+    for text in (marked, plain):
+        sampling = {"max_new_tokens": 3, "n": count, "temperature": 0}
+        asked = {"text": [text] * 2 if together else text, "sampling_params": sampling}
+        body = server.request("/generate", {**asked, "return_prompt_token_ids": True})[1]
+        answers = body if isinstance(body, list) else [body]
+        assert len(answers) == count * (1 + together)
+        for answer in answers:
+            assert len(answer["prompt_token_ids"]) == answer["meta_info"]["prompt_tokens"]
+        returned.append([answer["prompt_token_ids"] for answer in answers])
+    assert returned[0] == returned[1]
 
 
 def test_flush_and_abort_over_http_leave_no_leak(server: Server) -> None:

@@ -66,6 +66,15 @@ def is_cut_as_alone(req: Req, adder: PrefillAdder) -> bool:
     return not adder.can_run_list or fits_whole(req, adder)
 
 
+def cut_by_budget_alone(adder: PrefillAdder) -> None:
+    """Let the next step of a cut prefill end where the batch's chunk budget does.
+
+    With --schedule-policy shortest-prefill-first SGLang ends it earlier for the sake of who waits.
+    """
+    if getattr(adder, "chunked_req_limit", None) is not None:
+        adder.chunked_req_limit = None
+
+
 def fits_whole(req: Req, adder: PrefillAdder) -> bool:
     """Tell whether what is left of the batch's chunk budget holds the request's whole prefill."""
     left, page = adder.rem_chunk_tokens, adder.page_size

@@ -74,7 +74,7 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
         architecture=runner.model_config.hf_config.to_dict(),
         identity="\n".join(str(part) for part in parts),
         publishes=bool(args.enable_metrics),
-        model_name=str(args.served_model_name),
+        model_name=str(args.served_model_name or args.model_path),
     )
 
 

@@ -12,6 +12,7 @@ from sgl_blend.errors import UnsupportedError
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _ARGS = "sglang.srt.server_args.ServerArgs"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _COMPLETIONS = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 
 Hook = Callable[..., Any]
@@ -23,10 +24,8 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
         "flags": (f"{_ARGS}.add_cli_args", "after"),
         "flag values": (f"{_ARGS}.from_cli_args", "after"),
         "settings": (f"{_ARGS}.check_server_args", "after"),
-        "tokenized": (
-            "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
-            "after",
-        ),
+        "tokenized": (f"{_TOKENIZER}._create_tokenized_object", "after"),
+        "answers": (f"{_TOKENIZER}._handle_batch_output", "before"),
         "echoed text": (f"{_COMPLETIONS}._get_echo_text", "after"),
         "echoed prompts": (f"{_COMPLETIONS}._prepare_echo_prompts", "after"),
         "scheduler": (f"{_SCHEDULER}.__init__", "after"),
@@ -35,7 +34,7 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
         "round": (f"{_SCHEDULER}.get_new_batch_prefill", "around"),
         "admission": (f"{_ADDER}.add_one_req", "around"),
         "preemption": (f"{_ADDER}.preempt_to_schedule", "around"),
-        "next step": (f"{_ADDER}.add_chunked_req", "after"),
+        "next step": (f"{_ADDER}.add_chunked_req", "around"),
         "forward": ("sglang.srt.model_executor.model_runner.ModelRunner._forward_raw", "around"),
         "result": (f"{_SCHEDULER}.process_batch_result", "after"),
         "release": ("sglang.srt.mem_cache.common.release_kv_cache", "before"),

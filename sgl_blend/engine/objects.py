@@ -106,6 +106,7 @@ class PrefillAdder(Protocol):
     new_chunked_req: Any
     rem_input_tokens: int
     rem_chunk_tokens: int | None
+    chunked_req_limit: int | None  # since 0.5.21
     page_size: int
     budget_state: Callable[..., Verdict]
 
@@ -201,6 +202,13 @@ class TokenizerManager(Protocol):
     server_args: ServerArgs
     model_config: Any
     tokenizer: Any
+    rid_to_state: dict[str, Any]
+
+
+class Answers(Protocol):
+    """What the scheduler sends back to the tokenizer process: a step of some requests."""
+
+    rids: list[str]
 
 
 class Completions(Protocol):
@@ -232,6 +240,7 @@ class Scheduler(Protocol):
     chunked_req: Req | None
     flush_wrapper: Any
     weight_updater: Any
+    _prefill_decode_interval_remaining: int  # since 0.5.21
     process_batch_result: Callable[..., None]
     get_num_allocatable_reqs: Callable[..., int]
     _add_request_to_queue: Callable[..., None]

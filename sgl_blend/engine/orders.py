@@ -20,9 +20,12 @@ def is_order(received: object) -> bool:
 def may_end_weight_update(received: object) -> bool:
     """Tell whether an order can have changed weights without SGLang's hook for that.
 
-    Weights written from outside (RDMA) count from the end of their session on.
+    Weights written from outside (RDMA) count from the end of their session on. The weight checker
+    can overwrite all of them.
     """
-    return type(received).__name__ == "EndWeightUpdateReqInput"
+    name = type(received).__name__
+    resets = getattr(received, "action", None) == "reset_tensors"
+    return name == "EndWeightUpdateReqInput" or (name == "CheckWeightsReqInput" and resets)
 
 
 def is_flush_waiting(scheduler: Scheduler) -> bool:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
-from sgl_blend.engine.objects import Completions, Received, Req, TokenizerManager, Tree
+from sgl_blend.engine.objects import (
+    Answers,
+    Completions,
+    Received,
+    Req,
+    TokenizerManager,
+    Tree,
+)
 from sgl_blend.engine.tree import TreeMatch
 from sgl_blend.engine.versions import features
+
+_MENDED = "sgl_blend_mended"
+"""Attribute of SGLang's ReqState: the prompt that it gives back was changed."""
 
 
 def salt_of(request: Received) -> str | None:
@@ -107,12 +118,39 @@ def echo_params(request: Any) -> Any:
     return request.custom_params
 
 
+def mend_returned_prompts(
+    manager: TokenizerManager, answers: Answers, mend: Callable[[list[int], Any], list[int]]
+) -> None:
+    """Change the prompts that clients get back with their answers (return_prompt_token_ids).
+
+    Args:
+        manager: The tokenizer process's side.
+        answers: What the scheduler has just sent.
+        mend: Takes a prompt and the custom_params of its request; its result is not changed again.
+    """
+    for rid in answers.rids:
+        state = manager.rid_to_state.get(rid)
+        if state is None or state.prompt_token_ids is None or hasattr(state, _MENDED):
+            continue
+        sampling = state.obj.sampling_params
+        params = sampling.get("custom_params") if isinstance(sampling, dict) else None
+        state.prompt_token_ids = mend(state.prompt_token_ids, params)
+        setattr(state, _MENDED, True)
+
+
 # --- in the scheduler ---------------------------------------------------------------------------
 
 
 def rid_of(req: Req) -> str:
     """Return a request's id."""
     return req.rid
+
+
+def is_health_check(req: Req) -> bool:
+    """Tell whether SGLang asks itself whether it lives."""
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    return str(req.rid).startswith(HEALTH_CHECK_RID_PREFIX)
 
 
 def prompt_ids(req: Req) -> array[int]:

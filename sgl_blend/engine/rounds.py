@@ -58,6 +58,16 @@ def free_rows(scheduler: Scheduler, adder: PrefillAdder) -> int:
 # --- batches ------------------------------------------------------------------------------------
 
 
+def let_prefill_follow(scheduler: Scheduler, is_ours: Callable[[Req], bool]) -> None:
+    """Let no request wait for decode rounds because of a batch that nobody asked for.
+
+    With --prefill-decode-interval SGLang prefills nothing for so many rounds after each prefill.
+    """
+    batch = scheduler.last_batch
+    if batch is not None and batch.reqs and all(map(is_ours, batch.reqs)):
+        scheduler._prefill_decode_interval_remaining = 0
+
+
 def requests_of(batch: ScheduleBatch) -> list[Req]:
     """Return the requests of a batch."""
     return batch.reqs

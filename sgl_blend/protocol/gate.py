@@ -72,6 +72,13 @@ class RequestGate:
             return text
         return text.replace(self._separator.text, "")
 
+    def without_separator_ids(self, token_ids: list[int], params: Any) -> list[int]:
+        """Return the tokens of a prompt as the model sees them; the arguments are as above."""
+        spans = params.get("sgl_blend_spans") if isinstance(params, dict) else None
+        if self._separator_id is None or spans is not None:
+            return token_ids
+        return [token for token in token_ids if token != self._separator_id]
+
     def check(self, received: Received) -> None:
         """Check one request.
 
