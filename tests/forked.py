@@ -35,8 +35,17 @@ FORK_SERVER.set_forkserver_preload(
         "sglang.srt.entrypoints.engine",
         "sglang.srt.entrypoints.http_server",
         "sglang.srt.models.registry",
+        "preload",  # of this folder, and last
     ]
 )
+
+
+def start_fork_server() -> None:
+    """Start the fork server unless it runs, with this folder among those it imports from."""
+    folders = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        forkserver.ensure_running()
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
@@ -48,6 +57,7 @@ def run_forked(function: Callable[..., Any], *args: Any) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         work = (function, args, str(log), {**os.environ, "PYTHONWARNINGS": "ignore"})
+        start_fork_server()
         program = FORK_SERVER.Process(target=_run, args=work)
         program.start()
         program.join(PATIENCE_S)
@@ -124,6 +134,7 @@ class ForkedProgram:
         assert words[0] == sys.executable, f"not a program of Python: {words}"
         logs = [stdout.name, stdout.name if isinstance(stderr, int) else stderr.name]
         work = (words[1:], logs, str(cwd), environment)
+        start_fork_server()
         self._process = FORK_SERVER.Process(target=_serve, args=work, daemon=True)
         self._process.start()
         self.pid: int = self._process.ident or 0

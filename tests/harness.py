@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from driver import Driver, namespace_of
-from forked import FORK_SERVER, PATIENCE_S
+from forked import FORK_SERVER, PATIENCE_S, start_fork_server
 from prompts import Answer, Prompt, largest_difference, rag_prompt, random_tokens
 
 __all__ = [  # with what every test of an engine needs beside it
@@ -64,6 +64,7 @@ class Engine:
         settings = {"model_path": str(model), "nccl_port": reserve_port(), **settings}
         self._pipe, far_end = FORK_SERVER.Pipe()
         work = (far_end, engine_settings(settings), rank, dict(os.environ))
+        start_fork_server()
         self._process = FORK_SERVER.Process(target=_serve, args=work, daemon=True)
         self._process.start()
         far_end.close()
