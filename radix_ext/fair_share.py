@@ -4,7 +4,7 @@ The tree evicts what was used least recently, whoever it belongs to. It offers n
 counts as a use. So before it evicts, protected chunks are matched again when they come near the old
 end, and a flood pays with its own. Protected are the most recently used chunks of each share: up to an
 equal part of the pool, and of all shares together up to three quarters of what could be evicted, where
-those with the most give way first. While one tenant is alone nothing is done.
+those with the most give way first. A single tenant's chunks are kept beside what it asks but once.
 
 SGLang knows a tenant by its salt alone, and a client may send as many salts as it likes. So a salt
 earns a share of its own by reuse: 32 at most have one, those whose chunks were hit for the most tokens
@@ -14,6 +14,7 @@ salt must be hit for more.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
@@ -91,10 +92,14 @@ class FairShare:
     Args:
         store: Where chunks are found.
         capacity: Tokens that the KV pool holds.
+        on_probation: Tells how many tokens the tree evicts before any chunk, whoever used them last.
     """
 
-    def __init__(self, store: ChunkStore, capacity: int) -> None:
+    def __init__(
+        self, store: ChunkStore, capacity: int, on_probation: Callable[[], int] = lambda: 0
+    ) -> None:
         self._store = store
+        self._on_probation = on_probation
         self._capacity = capacity
         self._owners: dict[str, _Tenant] = {}
         self._others: OrderedDict[str, _Tenant] = OrderedDict()
@@ -138,7 +143,10 @@ class FairShare:
         Args:
             num_tokens: What the tree is about to evict.
         """
-        evictable = self._store.evictable_tokens
+        num_tokens -= self._on_probation()
+        if num_tokens <= 0:
+            return
+        evictable = self._evictable
         self._evicted += num_tokens
         # How much is surely older than what is used now: little after a moment in which running
         # requests held nearly everything, and more again as eviction goes on.
@@ -146,8 +154,6 @@ class FairShare:
         if self._evicted < self._look_at and 2 * self._older >= self._older_then:
             return  # decoding evicts a few tokens at a time
         self._forget_idle()
-        if self.num_tenants < 2:
-            return
         self._trim(evictable * 3 // 4)
         protected = sum(tenant.tokens for tenant in self._tenants())
         horizon = max(0, self._older - protected) // 2
@@ -168,7 +174,7 @@ class FairShare:
         return [*self._others.values(), *self._owners.values()]
 
     def _use(self, key: ChunkKey, reused: int) -> None:
-        self._older = min(self._older, self._store.evictable_tokens)
+        self._older = min(self._older, self._evictable)
         tenant = self._tenant_of(key.salt, reused)
         before = tenant.tokens
         tenant.put(key, self._evicted)
@@ -206,6 +212,11 @@ class FairShare:
     def _demote(self, salt: str) -> None:
         tenant = self._others[salt] = self._owners.pop(salt)
         self._others_tokens += tenant.tokens
+
+    @property
+    def _evictable(self) -> int:
+        """Tokens that could be evicted, without those on probation."""
+        return max(0, self._store.evictable_tokens - self._on_probation())
 
     @property
     def _share(self) -> int:

@@ -6,6 +6,7 @@ in each of ours and may not begin like one (request.check_salt), so no client ca
     exact      <client salt>                          prompts as stock SGLang caches them
     chunks     sgl-blend:c:<model>:<client salt>      [build prefix][chunk], built alone
     blended    sgl-blend:b:<model>:<how>:<client salt>    prompts whose KV was blended
+    probes     sgl-blend:p:<model>:<client salt>      chunks after made-up texts, their lower layers
     shadows    sgl-blend:s:<model>:<client salt>      full prefills after a change of weights
     rejected   sgl-blend:r:<client salt>              malformed requests that passed the gate
 """
@@ -63,6 +64,21 @@ def blend_salt(
     """
     how = f"{policy}:{ratio!r}:{check_layer}:{'' if serial is None else serial}"
     return f"{RESERVED_SALT}b:{model}:{how}:{client_salt or ''}"
+
+
+def probe_salt_of(chunk_salt: str) -> str:
+    """Name the probes' namespace that belongs to a namespace of chunks."""
+    return chunk_salt.replace(f"{RESERVED_SALT}c:", f"{RESERVED_SALT}p:", 1)
+
+
+def is_probe(salt: str | None) -> bool:
+    """Tell whether a namespace holds probes."""
+    return salt is not None and salt.startswith(f"{RESERVED_SALT}p:")
+
+
+def is_blended(salt: str | None) -> bool:
+    """Tell whether a namespace holds blended prompts."""
+    return salt is not None and salt.startswith(f"{RESERVED_SALT}b:")
 
 
 def shadow_salt(model: ModelFingerprint, client_salt: str | None) -> str:

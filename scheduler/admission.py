@@ -5,18 +5,16 @@ are taken before SGLang counts free memory, so that a plan can never make an all
 request does not fit beside its locked chunks, the locks go back and it is admitted without a plan.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from sgl_blend.engine.admission import (
-    continue_verdict,
-    is_alone,
     is_cut_as_alone,
     is_out_of_memory,
     refund_rows,
     stop_verdict,
-    was_admitted,
 )
-from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
+from sgl_blend.engine.objects import Req, Verdict
 from sgl_blend.engine.requests import (
     brings_embeddings,
     is_beam,
@@ -29,47 +27,21 @@ from sgl_blend.engine.requests import (
 )
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.phases import Phase, phase
-from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan, StepPlan
+from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan
 from sgl_blend.policies import POLICIES
-from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
+from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.scheduler.builds import ChunkBuilder, may_hold_builds
-from sgl_blend.scheduler.internal_requests import AddReq
+from sgl_blend.scheduler.attempt import AdmissionAttempt
+from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.foreground import ForegroundBuilds, waiting_verdict
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.lookup import Lookup, Lookups
+from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.tuning.cost_model import CostModel
 
 _REFUNDED = "sgl_blend_refunded"
 """Attribute of SGLang's PrefillAdder: tokens given back to the batch that it puts together."""
-
-
-@dataclass(slots=True)
-class AdmissionAttempt:
-    """One try to admit one request into the batch that is put together.
-
-    Attributes:
-        req: The request, matched against the tree.
-        state: Its state; the plan and its locks go there.
-        adder: Puts the batch together.
-        add: Admission of any request, of the server's own too.
-        step: What the admitted step reuses; None if nothing.
-    """
-
-    req: Req
-    state: RequestState
-    adder: PrefillAdder
-    add: AddReq
-    step: StepPlan | None = None
-
-    def run(self) -> Verdict:
-        """Let SGLang try."""
-        return self.add(self.req)
-
-    @property
-    def succeeded(self) -> bool:
-        """Whether the request is the last that joined the batch."""
-        return was_admitted(self.req, self.adder)
 
 
 class Admission:
@@ -79,6 +51,8 @@ class Admission:
         self,
         store: ChunkStore,
         builder: ChunkBuilder,
+        prober: ChunkBuilder,
+        memories: Memories,
         shares: FairShare,
         *,
         cost_model: CostModel | None,
@@ -91,6 +65,9 @@ class Admission:
         self._store = store
         self._shares = shares
         self._builder = builder
+        self._prober = prober
+        self._memories = memories
+        self._foreground = ForegroundBuilds(builder, prober, memories)
         self._cost_model = cost_model
         self._layers = layers
         self._refund_limit = refund_limit
@@ -106,17 +83,17 @@ class Admission:
         if state.model != self._model.fingerprint:
             self._follow_model(req, state)
         if self.waits_for_builds(state):
-            return _waiting_verdict(state)  # and it is not looked up meanwhile
+            return waiting_verdict(state)  # and it is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
-        if self._build_first and lookup.missing:
-            verdict = self._build(attempt, lookup.missing)
+        if self._build_first and (missing := self._foreground.missing(state, lookup)):
+            verdict = self._foreground.build(attempt, missing)
             if verdict is not None:
                 return verdict
             # A plan of what happens to be stored would make the answer depend on the cache.
             reason = FallbackReason.BUILD_NOT_ADMITTED
             return _add_plain(attempt, reason, lookup)
-        plan = _make_plan(req, state, lookup)
+        plan = _make_plan(req, state, lookup, self._memories.holds)
         if plan is None or not plan.spans:
             reason = _why_nothing_is_reused(req, state, lookup)
         elif not self._is_worth_it(attempt, plan):
@@ -129,8 +106,15 @@ class Admission:
             assert reason is not None, "a request without a plan has a reason"
             verdict = _add_plain(attempt, reason, lookup)
         if attempt.succeeded and not self._build_first:
-            self._builder.enqueue(lookup.missing)
+            self._build_later(state, lookup)
         return verdict
+
+    def _build_later(self, state: RequestState, lookup: Lookup) -> None:
+        """Build what a request lacked in the background, for those that come after it."""
+        self._builder.enqueue(lookup.missing)
+        if POLICIES[state.policy].trusts_memory:
+            unknown = [hit.key for hit in lookup.hits if not self._memories.holds(hit)]
+            self._prober.enqueue(self._memories.keys_of([*unknown, *lookup.missing]))
 
     def _follow_model(self, req: Req, state: RequestState) -> None:
         """Move a request that arrived under other weights to the namespaces of the present ones."""
@@ -140,11 +124,11 @@ class Admission:
 
     def plan(self, req: Req, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
-        return _make_plan(req, state, self._lookups.look_up(req, state))
+        return _make_plan(req, state, self._lookups.look_up(req, state), self._memories.holds)
 
     def waits_for_builds(self, state: RequestState) -> bool:
-        """Tell whether a chunk that was missing when a request was last looked up is being built."""
-        return self._is_being_built(self._lookups.last_missing(state))
+        """Tell whether something is being built that a request was found to lack."""
+        return self._build_first and self._foreground.waits(state)
 
     def cuts_as_alone(self, state: RequestState) -> bool:
         """Tell whether an answer depends on where the prompt is cut, but must not on who is served.
@@ -160,6 +144,7 @@ class Admission:
     def before_reset(self) -> None:
         """Note that the tree is about to forget everything."""
         self._lookups.before_reset()
+        self._memories.clear()
 
     @property
     def holds_old_weights(self) -> bool:
@@ -169,9 +154,6 @@ class Admission:
     def weights_changed(self) -> None:
         """Note that the tree may hold KV of weights that are not loaded any more."""
         self._lookups.weights_changed()
-
-    def _is_being_built(self, keys: tuple[ChunkKey, ...]) -> bool:
-        return self._build_first and any(self._builder.is_in_flight(key) for key in keys)
 
     def _add_planned(
         self,
@@ -202,7 +184,7 @@ class Admission:
         for held in locks:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
-        may_wait = self._build_first and not self._is_alone(attempt.adder)
+        may_wait = self._build_first and not self._foreground.is_alone(attempt.adder)
         if is_out_of_memory(verdict) and not may_wait:
             return _add_plain(attempt, FallbackReason.NO_MEMORY, lookup)
         return verdict
@@ -213,9 +195,11 @@ class Admission:
         if self._cost_model is None or step is None or not step.spans:
             return True
         num_rows = step.stop - step.exact_stop
-        early = POLICIES[step.policy].skips_full_layers
         saved = self._cost_model.saves_s(
-            num_rows, step.num_candidates, step.num_dropped, early=early
+            num_rows,
+            step.num_candidates,
+            step.num_dropped,
+            num_dropped_early=step.num_candidates - step.num_early,
         )
         return saved >= 0
 
@@ -234,40 +218,6 @@ class Admission:
         given = max(0, min(saved, self._refund_limit - so_far))
         setattr(adder, _REFUNDED, so_far + given)
         return refund_rows(adder, given) if given else verdict
-
-    def _build(self, attempt: AdmissionAttempt, missing: tuple[ChunkKey, ...]) -> Verdict | None:
-        """Build a request's missing chunks first.
-
-        Returns:
-            SGLang's verdict while the request waits for them, None if they cannot be built.
-        """
-        state, adder = attempt.state, attempt.adder
-        if self._is_being_built(missing):
-            return _waiting_verdict(state)
-        # Every round builds something. A request that needs more rounds than there is to build sees
-        # its chunks go as fast as they are built: others evict or flush them, or the pool cannot hold
-        # them all. So they are built with nobody else in the server before that is believed.
-        if state.build_rounds > 2 * sum(map(self._builder.count_steps, state.keys)) + 2:
-            if state.builds_alone:
-                return None
-            if not self._is_alone(adder):
-                return stop_verdict()
-            state.builds_alone, state.build_rounds = True, 0
-        if not may_hold_builds(adder):
-            return stop_verdict()
-        if self._builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add) > 0:
-            state.build_rounds += 1
-            return _waiting_verdict(state)
-        return None if self._is_alone(adder) else stop_verdict()
-
-    def _is_alone(self, adder: PrefillAdder) -> bool:
-        """Tell whether no memory can come free: neither of the batch and who decodes, nor of a step."""
-        return is_alone(adder) and not self._builder.is_running
-
-
-def _waiting_verdict(state: RequestState) -> Verdict:
-    """Return SGLang's verdict for a request that waits for builds: whether others are tried now."""
-    return stop_verdict() if state.builds_alone else continue_verdict()
 
 
 def _add_plain(
@@ -295,7 +245,10 @@ def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
     return None
 
 
-def _make_plan(req: Req, state: RequestState, lookup: Lookup) -> BlendPlan | None:
+def _make_plan(
+    req: Req, state: RequestState, lookup: Lookup, is_remembered: Callable[[ChunkHit], bool]
+) -> BlendPlan | None:
+    trusts = POLICIES[state.policy].trusts_memory
     exact = None if lookup.exact is None else lookup.exact[0]
     blended_from = prefix_length(req) if exact is None else exact.stop
     wanted_from = logprobs_from(req)
@@ -306,7 +259,9 @@ def _make_plan(req: Req, state: RequestState, lookup: Lookup) -> BlendPlan | Non
     for hit in lookup.hits:
         start, found = hit.span.start, hit.match
         stop = start + hit.num_tokens
-        span = ReusedSpan(start, stop, hit.prefix_length, found)
+        span = ReusedSpan(
+            start, stop, hit.prefix_length, found, remembered=trusts and is_remembered(hit)
+        )
         if start >= blended_from and stop <= computed_from:
             spans.append(span)
         elif (clipped := span.clip(blended_from, computed_from)) is not None:

@@ -51,6 +51,10 @@ class StepPlanner:
         done = begin + (stored - begin) // self.step_tokens * self.step_tokens
         return BuildStep(key, done, min(done + self.step_tokens, end))
 
+    def whole_pages(self, num_tokens: int) -> int:
+        """Return how many of so many tokens the tree can hold."""
+        return self._store.whole_pages(num_tokens)
+
     def count(self, key: ChunkKey) -> int:
         """Return how many steps a chunk and its build prefix take if nothing is stored."""
         return -(-key.prefix_length // self.step_tokens) + -(-key.length // self.step_tokens)

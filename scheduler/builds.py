@@ -17,7 +17,7 @@ in flight is over with its one forward.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sgl_blend.engine.admission import (
@@ -50,7 +50,6 @@ from sgl_blend.engine.rounds import (
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.engine.tree import TOKEN_BYTES
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
-from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.build_budget import BuildBudget
 from sgl_blend.scheduler.build_queue import BuildQueue
 from sgl_blend.scheduler.build_steps import BuildStep, StepPlanner
@@ -87,38 +86,54 @@ class _Offer:
     too_large: bool = False
 
 
+def step_tokens(scheduler: Scheduler, *, build_first: bool) -> int:
+    """Return how many tokens a step computes at most.
+
+    A request that SGLang cuts occupies the only place for such requests, and the server is busy for a
+    flush or for new weights until its last piece is done. So long work is cut by us.
+    """
+    limit = _FOREGROUND_STEP_TOKENS if build_first else _BACKGROUND_STEP_TOKENS
+    return uncut_length(scheduler, limit)
+
+
 class ChunkBuilder:
     """Turns missing chunks into build requests.
 
     Owned by the scheduler thread. A step in flight belongs to SGLang; a pending build is a key and
     holds no memory of the pool, so dropping it is always safe.
+
+    Args:
+        scheduler: SGLang's Scheduler.
+        store: The tree.
+        tp_group: Whose ranks agree on the ids of requests.
+        steps: Where builds are cut.
+        kind: Word in the ids of requests.
+        on_built: Called with each chunk that was built.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         store: ChunkStore,
-        shares: FairShare,
         tp_group: TPGroup,
+        steps: StepPlanner,
         *,
-        build_first: bool,
+        kind: str,
+        on_built: Callable[[ChunkKey], None],
     ) -> None:
         self._scheduler = scheduler
-        self._shares = shares
+        self._on_built = on_built
         self._store = store
         self._capacity = pool_capacity(scheduler)
         bytes_per_pool = self._capacity * TOKEN_BYTES
         self._pending = BuildQueue(_MAX_PENDING, _MAX_PENDING_POOLS * bytes_per_pool)
-        limit = _FOREGROUND_STEP_TOKENS if build_first else _BACKGROUND_STEP_TOKENS
-        # A request that SGLang cuts occupies the only place for such requests, and the server is busy
-        # for a flush or for new weights until its last piece is done. So long work is cut by us.
-        self._steps = StepPlanner(store, uncut_length(scheduler, limit))
+        self._steps = steps
         self._budget = BuildBudget()
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}
         self._launched_s: float | None = None
         self._offer: _Offer | None = None
-        self.rid_prefix = secret_rid_prefix("build", tp_group)
+        self.rid_prefix = secret_rid_prefix(kind, tp_group)
         self._serial = 0
         self.num_built = 0
         self.num_steps = 0
@@ -159,9 +174,9 @@ class ChunkBuilder:
         return bool(self._in_flight)
 
     @property
-    def in_flight_rids(self) -> set[str]:
-        """Request ids of the steps that SGLang is running."""
-        return {rid_of(build) for build in self._in_flight.values()}
+    def in_flight(self) -> dict[str, BuildStep]:
+        """The steps that SGLang is running, by request id."""
+        return {rid_of(build): _step_of(build) for build in self._in_flight.values()}
 
     # --- background builds ---
 
@@ -297,7 +312,7 @@ class ChunkBuilder:
 
     def owns(self, req: Req) -> bool:
         """Tell whether an internal request is a step of a build."""
-        return is_build(req)
+        return rid_of(req).startswith(self.rid_prefix)
 
     def admit(self, build: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
         """Admit a step if its batch may hold it; add is SGLang's own admission.
@@ -357,7 +372,7 @@ class ChunkBuilder:
             if ended and not was_aborted(build) and _step_of(build).is_last:
                 self._pending.remove(key)
                 self.num_built += 1
-                self._shares.built(key)
+                self._on_built(key)
             logger.debug("%s ended, %d tokens", rid_of(build), len(prompt_ids(build)))
 
 

@@ -4,14 +4,17 @@ A hook never holds state. The runtime hangs on the scheduler, its tree and its m
 does not, blending is off and the stock function runs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from sgl_blend.engine.eviction import let_ranks_decide
 from sgl_blend.engine.models import runner_of
 from sgl_blend.engine.objects import (
     EvictParams,
     ForwardBatch,
+    InsertParams,
     ModelRunner,
     PrefillAdder,
     Received,
@@ -20,6 +23,7 @@ from sgl_blend.engine.objects import (
     Scheduler,
     Stock,
     Tree,
+    TreeSettings,
 )
 from sgl_blend.engine.orders import is_order, may_end_weight_update
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of
@@ -30,6 +34,25 @@ from sgl_blend.scheduler.runtime import BlendRuntime
 
 _ARRIVING: ContextVar[tuple[str, RequestState] | None] = ContextVar("arriving", default=None)
 """The request that handle_generate_request is turning into a Req, by rid."""
+
+_TREES_RANK: ContextVar[bool] = ContextVar("trees_rank", default=False)
+"""Whether a tree that is made now belongs to a scheduler that blends."""
+
+
+@contextmanager
+def trees_rank() -> Iterator[None]:
+    """Let trees that are made meanwhile evict by rank."""
+    token = _TREES_RANK.set(True)
+    try:
+        yield
+    finally:
+        _TREES_RANK.reset(token)
+
+
+def after_tree_settings(result: None, settings: TreeSettings, *args: Any, **kwargs: Any) -> None:
+    """Let the tree of a scheduler that blends evict by rank."""
+    if _TREES_RANK.get():
+        let_ranks_decide(settings)
 
 
 def attach_runtime(runtime: BlendRuntime, scheduler: Scheduler) -> None:
@@ -139,11 +162,21 @@ def before_release_kv_cache(req: Req, tree_cache: Tree, *args: Any, **kwargs: An
             runtime.release(req)
 
 
-def before_evict(tree: Tree, params: EvictParams, *args: Any, **kwargs: Any) -> None:
+def around_insert(orig: Stock, tree: Tree, params: InsertParams, *args: Any, **kwargs: Any) -> Any:
+    """Let blended prompts be evicted first."""
+    runtime = _runtime_of(tree)
+    if runtime is None:
+        return orig(tree, params, *args, **kwargs)
+    return runtime.probation.store(lambda: orig(tree, params, *args, **kwargs), params)
+
+
+def around_evict(orig: Stock, tree: Tree, params: EvictParams, *args: Any, **kwargs: Any) -> Any:
     """Let tenants below their share keep their chunks."""
     runtime = _runtime_of(tree)
-    if runtime is not None:
-        runtime.before_evict(tokens_to_evict(params))
+    if runtime is None:
+        return orig(tree, params, *args, **kwargs)
+    runtime.before_evict(tokens_to_evict(params))
+    return runtime.probation.evict(lambda: orig(tree, params, *args, **kwargs))
 
 
 def before_reset(tree: Tree, *args: Any, **kwargs: Any) -> None:

@@ -93,11 +93,6 @@ class Lookups:
         self._uses.add(rid_of(req), known.lookup.hits, state.num_tokens)
         return known.lookup
 
-    def last_missing(self, state: RequestState) -> tuple[ChunkKey, ...]:
-        """Return the chunks that were missing when a request was last looked up."""
-        known = _remembered(state)
-        return () if known is None else known.lookup.missing
-
     def before_evict(self) -> None:
         """Note that the tree is about to evict."""
         self._uses.tell_all()

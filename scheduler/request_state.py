@@ -43,6 +43,7 @@ class RequestState:
         has_preempted: Whether running requests were preempted for it since it waits.
         build_rounds: How often builds of its chunks were admitted while it waits.
         builds_alone: Whether nobody else is admitted meanwhile, because they did not stay otherwise.
+        waits_for: What it was found to lack when builds for it were last tried.
         copied_tokens: Tokens of the present admission whose KV was copied.
         told_tokens: How many of them SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
@@ -71,6 +72,7 @@ class RequestState:
     has_preempted: bool = False
     build_rounds: int = 0
     builds_alone: bool = False
+    waits_for: tuple[ChunkKey, ...] = ()
     copied_tokens: int = 0
     told_tokens: int = 0
     admissions: int = 0
@@ -117,7 +119,7 @@ class RequestState:
         self.model = model.fingerprint
         salt = model.chunk_namespace(self.client_salt)
         self.keys = tuple(replace(key, salt=salt) for key in self.keys)
-        self.build_rounds, self.builds_alone = 0, False
+        self.build_rounds, self.builds_alone, self.waits_for = 0, False, ()
 
     def retire_plan(self) -> None:
         """Give the plan up, but keep its tensors while a queued forward reads them.
@@ -135,7 +137,7 @@ class RequestState:
         self.unprocessed_steps = 0
         self.all_steps_admitted = False
         self.has_preempted = False
-        self.build_rounds, self.builds_alone = 0, False
+        self.build_rounds, self.builds_alone, self.waits_for = 0, False, ()
         self.remembered = None
         self.steps.clear()
         self.copied_tokens = self.told_tokens = 0

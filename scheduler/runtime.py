@@ -48,12 +48,15 @@ from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.scheduler.admission import Admission, AdmissionAttempt
+from sgl_blend.radix_ext.probation import Probation
+from sgl_blend.scheduler.admission import Admission
+from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.probes import Memories, run_probe
 from sgl_blend.scheduler.request_state import RequestState, state_of
 from sgl_blend.scheduler.rounds import Rounds
 
@@ -71,7 +74,9 @@ class BlendRuntime:
         admission: Plans them.
         rounds: Gives background work its turns.
         builder: Builds missing chunks.
+        prober: Runs their probes.
         canary: Compares answers with full prefill; None unless asked for.
+        probation: What the tree evicts first.
     """
 
     def __init__(
@@ -81,11 +86,14 @@ class BlendRuntime:
         admission: Admission,
         rounds: Rounds,
         builder: ChunkBuilder,
+        prober: ChunkBuilder,
+        memories: Memories,
         canary: Canary | None,
         model: LoadedModel,
         fusor: Fusor,
         metrics: BlendMetrics,
         shares: FairShare,
+        probation: Probation,
         scheduler: Scheduler,
         tree: Tree,
         description: dict[str, Any],
@@ -93,12 +101,15 @@ class BlendRuntime:
         self.intake = intake
         self.rounds = rounds
         self.builder = builder
+        self.prober = prober
+        self._memories = memories
         self.canary = canary
         self.admission = admission
         self._model = model
         self._fusor = fusor
         self._metrics = metrics
         self._shares = shares
+        self.probation = probation
         self._scheduler = scheduler
         self._tree = tree
         self._description = description
@@ -129,6 +140,7 @@ class BlendRuntime:
         verdict = self.admission.add(attempt)
         if not attempt.succeeded:
             return self._make_room(adder, state, verdict)
+        self.probation.used(req)
         self._count_step(req, state, attempt.step)
         return verdict
 
@@ -204,7 +216,8 @@ class BlendRuntime:
         self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
     ) -> ModelOutput:
         """Run builds one by one and everything else together."""
-        rids, running = request_ids(batch), self.builder.in_flight_rids
+        rids = request_ids(batch)
+        running = {**self.builder.in_flight, **self.prober.in_flight}
         builds = [i for i, rid in enumerate(rids) if rid in running]
         if builds and len(rids) > 1:
             others = [i for i in range(len(rids)) if i not in builds]
@@ -223,6 +236,9 @@ class BlendRuntime:
     def _forward_group(
         self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
     ) -> ModelOutput:
+        rids = request_ids(batch)
+        if len(rids) == 1 and (probe := self.prober.in_flight.get(rids[0])) is not None:
+            return run_probe(self._fusor, self._memories, batch, probe)
         steps = self._step_plans(batch)
         if any(steps) and has_embeddings(batch):
             for rid, step in zip(request_ids(batch), steps, strict=True):
@@ -295,6 +311,7 @@ class BlendRuntime:
     def before_reset(self) -> None:
         """Note that the tree is about to forget everything."""
         self.admission.before_reset()
+        self.probation.clear()
 
     # --- what an operator does ---
 
@@ -341,6 +358,9 @@ class BlendRuntime:
             "chunks_built": self.builder.num_built,
             "chunks_pending": self.builder.num_unfinished,
             "build_steps": self.builder.num_steps,
+            "probes_run": self.prober.num_built,
+            "probes_pending": self.prober.num_unfinished,
+            "chunks_remembered": self._memories.num_chunks,
             "build_step_tokens": self.builder.step_tokens,
             "pool": pool_use(self._tree),
             "chunks_protected": self._shares.num_chunks,

@@ -22,9 +22,11 @@ from sgl_blend.engine.models import (
 )
 from sgl_blend.engine.objects import Scheduler
 from sgl_blend.engine.rotary import read_rotary_embedding
+from sgl_blend.engine.rounds import vocab_size
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.layouts.mha import MHALayout
+from sgl_blend.fusion.memory import DeviationMemory
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
@@ -32,11 +34,14 @@ from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.radix_ext.namespaces import architecture, fingerprint
+from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
-from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.build_steps import StepPlanner
+from sgl_blend.scheduler.builds import ChunkBuilder, step_tokens
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.probes import Memories, ProbeSteps
 from sgl_blend.scheduler.rounds import BackgroundJob, Rounds
 from sgl_blend.scheduler.runtime import BlendRuntime
 from sgl_blend.scheduler.switch import BlendSwitch
@@ -79,15 +84,33 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     separator = _separator(config, facts)
     store = ChunkStore(facts.tree, facts.page_size)
     model = LoadedModel(fingerprint(facts.identity), config, tp_group, quality=quality)
-    shares = FairShare(store, facts.capacity)
+    probation = Probation(facts.tree)
+    shares = FairShare(store, facts.capacity, lambda: probation.num_tokens)
     build_first = config.blend_on_miss == "build"
-    builder = ChunkBuilder(scheduler, store, shares, tp_group, build_first=build_first)
+    tokens = step_tokens(scheduler, build_first=build_first)
+    builder = ChunkBuilder(
+        scheduler,
+        store,
+        tp_group,
+        StepPlanner(store, tokens),
+        kind="build",
+        on_built=shares.built,
+    )
+    memories = Memories(store, vocab_size(scheduler))
+    prober = ChunkBuilder(
+        scheduler,
+        store,
+        tp_group,
+        ProbeSteps(store, tokens, memories),
+        kind="probe",
+        on_built=lambda key: None,
+    )
     publish: dict[str, Any] = {
         "publish": facts.publishes and tp_group.is_first,
         "labels": {"model_name": facts.model_name},
     }
     switch, canary = BlendSwitch(), None
-    jobs: list[BackgroundJob] = [builder]
+    jobs: list[BackgroundJob] = [builder, prober]
     if config.blend_canary_rate > 0:
         canary = Canary(
             scheduler,
@@ -114,6 +137,8 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         admission=Admission(
             store,
             builder,
+            prober,
+            memories,
             shares,
             cost_model=fusion.cost_model,
             layers=fusion.fusor.layers,
@@ -123,11 +148,14 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         ),
         rounds=rounds,
         builder=builder,
+        prober=prober,
+        memories=memories,
         canary=canary,
         model=model,
         fusor=fusion.fusor,
         metrics=BlendMetrics(**publish),
         shares=shares,
+        probation=probation,
         scheduler=scheduler,
         tree=facts.tree,
         description={
@@ -166,7 +194,8 @@ def _make_fusion(
     layout = MHALayout(pools, neox=rotation.neox)
     heads = query_heads(layers[-1])
     kernel = choose_kernel(config.blend_attention, pools, heads, dtype, tp_group)
-    fusor = Fusor(runner, rotation, split, layout, kernel, tp_group)
+    memory = DeviationMemory(pools.v[0].shape[0], pools.v[0].device)
+    fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory)
     run_trial(fusor, scheduler, config)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":

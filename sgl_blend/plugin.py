@@ -34,6 +34,7 @@ from sgl_blend.engine.objects import (
     Received,
     Scheduler,
     ServerArgs,
+    Stock,
     TokenizerManager,
 )
 from sgl_blend.engine.requests import echo_params, manager_of, mend_returned_prompts
@@ -60,7 +61,8 @@ def register() -> None:
             "answers": _before_answers,
             "echoed text": _after_echoed_text,
             "echoed prompts": _after_echoed_prompts,
-            "scheduler": _after_scheduler_init,
+            "scheduler": _around_scheduler_init,
+            "tree settings": hooks.after_tree_settings,
             "arrival": hooks.around_handle_generate_request,
             "request": hooks.after_req_init,
             "round": hooks.around_get_new_batch_prefill,
@@ -74,7 +76,8 @@ def register() -> None:
             "flush": hooks.around_flush_cache,
             "new weights": hooks.after_weight_update,
             "state": hooks.after_get_internal_state,
-            "eviction": hooks.before_evict,
+            "storing": hooks.around_insert,
+            "eviction": hooks.around_evict,
             "reset": hooks.before_reset,
         }
     )
@@ -186,10 +189,15 @@ def _make_gate(manager: TokenizerManager) -> RequestGate | None:
 # --- the scheduler process ----------------------------------------------------------------------
 
 
-def _after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    config = BlendConfig.of(settings_of(scheduler))
+def _around_scheduler_init(
+    orig: Stock, scheduler: Scheduler, server_args: ServerArgs, *args: Any, **kwargs: Any
+) -> None:
+    config = BlendConfig.of(server_args)
     if not config.enable_blend:
+        orig(scheduler, server_args, *args, **kwargs)
         return
+    with hooks.trees_rank():
+        orig(scheduler, server_args, *args, **kwargs)
     found = check_hooks(allow_untested=config.blend_allow_untested)
     hooks.attach_runtime(compose(config, scheduler), scheduler)
     logger.info("sgl-blend: on with %d hooks, %s", len(hook_targets()), config)

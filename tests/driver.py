@@ -66,8 +66,8 @@ class Driver:
         self.modules_of_ours = [name for name in sys.modules if name.startswith("sgl_blend")]
         """What of sgl-blend SGLang has loaded; later calls of a test load more."""
         runtime = getattr(self.scheduler, "sgl_blend", None)
-        owners = () if runtime is None else (runtime.builder, runtime.canary)
-        self._internal = tuple(owner.rid_prefix for owner in owners if owner is not None)
+        owners = () if runtime is None else runtime.rounds.jobs
+        self._internal = tuple(owner.rid_prefix for owner in owners)
         self.num_batches = 0
         if self.scheduler.enable_overlap:  # what run_event_loop does on a CPU
             self.scheduler.result_queue = deque()
@@ -217,8 +217,7 @@ class Driver:
         runtime = getattr(self.scheduler, "sgl_blend", None)
         if runtime is None:
             return 0
-        shadows = 0 if runtime.canary is None else runtime.canary.num_pending
-        return int(runtime.builder.num_pending + shadows)
+        return sum(job.num_pending for job in runtime.rounds.jobs)
 
     def _drain(self) -> None:
         from sglang.srt.managers.io_struct import sock_recv

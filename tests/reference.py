@@ -27,6 +27,8 @@ EXACT = "exact-"
 """Before a policy's name: the rows it drops keep their true KV."""
 SKIP_LAYERS = ("edge", "first-k")
 """Policies that drop rows before the first layer."""
+EARLY_SHARES = {"funnel": Fraction(2, 5), "remembered": Fraction(0)}
+"""Policies that drop rows before the first layer by memory, and the share that is left at least."""
 RANDOM_SEED = 2405
 FIRST_ROWS = 8
 """Hybrid takes at most so many first rows of a chunk, and at most half its budget for them."""
@@ -96,9 +98,24 @@ class Reference:
         return layers
 
     def blend(
-        self, policy: str, ratio: float, check: int, question: Sequence[int] = QUESTION
+        self,
+        policy: str,
+        ratio: float,
+        check: int,
+        question: Sequence[int] = QUESTION,
+        texts: Sequence[Sequence[int]] = (),
+        known: Sequence[bool] = (True, True),
     ) -> torch.Tensor:
-        """Return the log-probabilities of the first answer token."""
+        """Return the log-probabilities of the first answer token.
+
+        Args:
+            policy: Its name.
+            ratio: Share of the moved rows that is computed.
+            check: The check layer.
+            question: Tokens after the last chunk.
+            texts: Those of probes.
+            known: Whether each moved chunk was probed.
+        """
         tokens = [*SYSTEM, *(token for chunk in CHUNKS for token in chunk), *question]
         num_asked = min(len(question), MAX_ASKED)
         moved, stored = self.stored(len(SYSTEM) + len(CHUNKS[0]))
@@ -109,10 +126,16 @@ class Reference:
             reused = [Layer(one.q, one.k[moved], one.v[moved]) for one in truth]
         hidden = self.weights["embed_tokens.weight"][tokens]
         rows = torch.arange(len(tokens))
-        kept = moved
+        kept, decided = moved, moved[:0]
         lengths = [len(CHUNKS[1]), len(CHUNKS[2])]
         if policy.removeprefix(EXACT) in SKIP_LAYERS:
             kept = moved[select(policy, [], lengths, schedule[0])]
+        if policy.removeprefix(EXACT) in EARLY_SHARES:
+            probed = torch.repeat_interleave(torch.tensor(known), torch.tensor(lengths))
+            memory = self.remembered(texts, check)
+            kept, decided = self.early(policy, ratio, moved, probed, memory)
+            lengths = [len(kept)]
+        if len(kept) < len(moved):
             rows = rows[~torch.isin(rows, moved) | torch.isin(rows, kept)]
             hidden = hidden[rows]
         for number in range(NUM_LAYERS):
@@ -129,6 +152,10 @@ class Reference:
                 old = Layer(fresh.q, stored[number].k[within], stored[number].v[within])
                 new = Layer(fresh.q, k[kept], v[kept])
                 scores = self.scores(policy, old, new, k, kept, truth, stored, check, num_asked)
+                scores = [
+                    math.inf if row in decided else score
+                    for row, score in zip(kept.tolist(), scores, strict=False)
+                ]
                 chosen = kept[select(policy, scores, lengths, count)]
                 stays = ~torch.isin(rows, kept) | torch.isin(rows, chosen)
                 hidden, rows, kept, lengths = hidden[stays], rows[stays], chosen, [count]
@@ -156,6 +183,34 @@ class Reference:
         ]
         return torch.cat(positions), both
 
+    def early(
+        self,
+        policy: str,
+        ratio: float,
+        moved: torch.Tensor,
+        probed: torch.Tensor,
+        memory: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which moved rows are computed at all, and which of them surely to the end."""
+        least = counts(policy, ratio, int(probed.sum()), 1)[0]
+        share = EARLY_SHARES[policy.removeprefix(EXACT)]
+        count = max(least, math.ceil(share * int(probed.sum())))
+        best = moved[probed][memory[probed].argsort(descending=True, stable=True)[:count]]
+        kept = torch.cat([moved[~probed], best]).sort().values
+        return kept, best if count == least else best[:0]
+
+    def remembered(self, texts: Sequence[Sequence[int]], check: int) -> torch.Tensor:
+        """Return how far V of each moved row was from what is stored, at most, after some texts."""
+        parts = []
+        for chunk in CHUNKS[1:]:
+            alone = self.prefill([*SYSTEM, *chunk])[check].v[len(SYSTEM) :]
+            after = [
+                self.prefill([*SYSTEM, *text, *chunk])[check].v[-len(chunk) :] for text in texts
+            ]
+            largest = torch.stack([distances(one, alone) for one in after]).max(0).values
+            parts.append(largest.sqrt().half().float())  # as exactly as the engine remembers it
+        return torch.cat(parts)
+
     def scores(
         self,
         policy: str,
@@ -170,7 +225,7 @@ class Reference:
     ) -> list[float]:
         """Return how much each kept row matters; nothing for a policy that measures nothing."""
         name = policy.removeprefix(EXACT)
-        if name in ("hkvd", "gradual", "hybrid"):
+        if name in ("hkvd", "gradual", "hybrid", *EARLY_SHARES):
             return distances(new.v, old.v).tolist()
         if name == "hkvd-k":
             return distances(new.k, old.k).tolist()

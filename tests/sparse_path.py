@@ -237,6 +237,7 @@ def _all_rows_kept() -> Iterator[None]:
     """Let every request with chunks select in all layers that may, and keep all its rows."""
     from sgl_blend.fusion.fusor import Fusor
     from sgl_blend.fusion.plan import LayerSplit, StepPlan
+    from sgl_blend.policies import POLICIES
 
     original = Fusor._candidates
 
@@ -245,11 +246,19 @@ def _all_rows_kept() -> Iterator[None]:
         with patch.object(StepPlan, "num_dropped", drops_any):
             return original(fusor, *args)
 
+    def num_early(step: StepPlan) -> int:
+        policy = POLICIES[step.policy]
+        is_eager = policy.skips_full_layers or policy.trusts_memory
+        return _Eager(step.num_candidates) if is_eager else step.num_candidates
+
     def schedule(step: StepPlan, layers: LayerSplit) -> list[int]:
-        return [_Eager(step.num_candidates)] * layers.above
+        is_over = POLICIES[step.policy].skips_full_layers  # before the first layer, and for good
+        count = step.num_candidates if is_over else _Eager(step.num_candidates)
+        return [count] * layers.above
 
     with (
         patch.object(Fusor, "_candidates", candidates),
         patch.object(StepPlan, "schedule", schedule),
+        patch.object(StepPlan, "num_early", property(num_early)),
     ):
         yield

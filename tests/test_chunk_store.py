@@ -53,7 +53,7 @@ def _build(driver: Driver, name: Name) -> None:
     key = _key(driver, name)
     builder = driver.runtime.builder
     builder.enqueue([key])
-    driver.run_until(lambda: not builder.num_unfinished and not builder.in_flight_rids, 10**6)
+    driver.run_until(lambda: not builder.num_unfinished and not builder.in_flight, 10**6)
     driver.step()
     driver.__dict__.setdefault("slots", {})[name] = driver.slots_of(
         PREFIXES[name[0]] + CHUNKS[name], driver.chunk_salt()

@@ -26,7 +26,7 @@ def test_what_is_saved_is_the_linear_work_of_dropped_rows_above_the_check_layer(
     assert CostModel(FREE, LAYERS).saves_s(1000, 800, 600) == pytest.approx(29 * 600)
     assert CostModel(FREE, LAYERS).saves_s(5000, 4500, 4000) == pytest.approx(29 * 4000)
     assert CostModel(FREE, LAYERS).saves_s(1000, 800, 0) == 0.0
-    early = CostModel(FREE, LAYERS).saves_s(1000, 800, 600, early=True)
+    early = CostModel(FREE, LAYERS).saves_s(1000, 800, 600, num_dropped_early=600)
     assert early == pytest.approx(32 * 600)
 
 

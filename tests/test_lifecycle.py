@@ -57,7 +57,7 @@ def _abort_between_chunked_steps(driver: Driver) -> None:
 def _abort_while_its_chunks_are_built(driver: Driver) -> None:
     req = driver.submit(rag(3, 4, 5))
     driver.step()  # the build prefix
-    assert driver.runtime.builder.in_flight_rids
+    assert driver.runtime.builder.in_flight
     _abort(driver, req.rid)
     driver.settle()
     assert driver.ask(rag(4, 3))[0].report["chunk_hits"] == 2

@@ -60,7 +60,7 @@ def _pending_while_the_last_chunk_is_built(driver: Driver) -> tuple[int, int]:
     driver.ask(rag(0, 1))
     builder = driver.runtime.builder
     driver.run_until(lambda: builder.num_built == 1, limit=10**6)
-    driver.run_until(lambda: bool(builder.in_flight_rids), limit=10**6)
+    driver.run_until(lambda: bool(builder.in_flight), limit=10**6)
     during = driver.runtime.describe()["chunks_pending"]
     driver.settle()
     return during, driver.runtime.describe()["chunks_pending"]
@@ -128,7 +128,7 @@ def _build_aborted_in_flight(driver: Driver, on_miss: str) -> tuple[int, dict[st
 
     first = driver.submit(rag(0, 1))
     builder = driver.runtime.builder
-    driver.run_until(lambda: bool(builder.in_flight_rids), limit=10**6)
+    driver.run_until(lambda: bool(builder.in_flight), limit=10**6)
     built = builder.num_built
     driver.scheduler.abort_request(AbortReq(rid="", abort_all=True))
     driver.step()

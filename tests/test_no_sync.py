@@ -31,7 +31,7 @@ READS = {
 """Operations whose result, or its size, the host has to be told."""
 TORCH_KERNELS = {"delta_rope.py", "ragged_attention.py", "segmented_topk.py", "kv_deviation.py"}
 """Files of kernels/ that run in torch where there is no GPU."""
-POLICIES = ["hkvd", "hkvd-k", "hybrid", "gradual", "query-aware", "edge"]
+POLICIES = ["hkvd", "hkvd-k", "hybrid", "gradual", "query-aware", "edge", "funnel", "remembered"]
 
 SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 120) for i in range(4)]
@@ -100,15 +100,28 @@ def _reads_of_a_blended_forward(driver: Driver, policy: str) -> tuple[list[str],
                 found.append(f"{name} in {owner.name}")
             return op(*args, **(kwargs or {}))
 
-    original = Fusor.run
+    original, probe, probes = Fusor.run, Fusor.probe, 0
 
     def run(fusor: Fusor, *args: object) -> object:
         with Watch():  # type: ignore[no-untyped-call]
             return original(fusor, *args)  # type: ignore[arg-type]
 
+    def run_probe(fusor: Fusor, *args: object) -> object:
+        nonlocal probes
+        probes += 1
+        with Watch():  # type: ignore[no-untyped-call]
+            return probe(fusor, *args)  # type: ignore[arg-type]
+
     params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3}
-    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, params=params, logprobs=False))
     driver.settle()
+    driver.flush()  # probes run once
+    Fusor.probe = run_probe  # type: ignore[assignment, method-assign]
+    try:
+        driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, params=params, logprobs=False))
+        driver.settle()
+    finally:
+        Fusor.probe = probe  # type: ignore[method-assign]
+    assert (probes > 0) == (policy in ("funnel", "remembered"))
     again = rag_prompt(
         SYSTEM, [CHUNKS[i] for i in (2, 3, 1, 0)], QUESTION, params=params, logprobs=False
     )

@@ -3,6 +3,7 @@
 Whatever the engine does with slots, rows, windows and stages, its logits must be the reference's.
 """
 
+from array import array
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,16 @@ import torch
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
 from reference import CHUNKS, MAX_ASKED, QUESTION, SYSTEM, Reference
-from tiny_models import make_model
+from tiny_models import VOCAB_SIZE, make_model
 
 from sgl_blend.policies import POLICIES
+from sgl_blend.scheduler.probes import made_up_texts
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
+TEXTS = [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
 TOLERANCE = 2e-4
 """On log-probabilities; the engine computes in float32."""
 
@@ -38,7 +41,7 @@ def test_the_engine_blends_as_written_down(
         )
         answer = engine.ask(prompt)[0]
 
-        want = reference.blend(policy, ratio, check_layer)
+        want = reference.blend(policy, ratio, check_layer, texts=TEXTS)
 
         assert answer.report["chunk_hits"] == 3
         got = torch.tensor(answer.logprobs[0], dtype=torch.float64)

@@ -201,7 +201,8 @@ def join_outputs(outputs: list[tuple[list[int], ModelOutput]]) -> ModelOutput:
     rows: dict[int, torch.Tensor] = {}
     for indices, output in outputs:
         logits = output.logits_output.next_token_logits
-        rows.update({index: logits[i] for i, index in enumerate(indices)})
+        dtype = first.logits_output.next_token_logits.dtype
+        rows.update({index: logits[i].to(dtype) for i, index in enumerate(indices)})
     first.logits_output.next_token_logits = torch.stack([rows[i] for i in sorted(rows)])
     first.can_run_graph = False
     return first
@@ -213,6 +214,15 @@ def model_output(logits_output: Any) -> ModelOutput:
 
     output: ModelOutput = ModelRunnerOutput(logits_output=logits_output, can_run_graph=False)
     return output
+
+
+def empty_output(runner: ModelRunner, batch: ForwardBatch) -> ModelOutput:
+    """Return an output for requests of which nobody wants a token: all logits are zero."""
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+
+    size = (batch.batch_size, int(runner.model_config.vocab_size))
+    logits = torch.zeros(size, device=batch_device(batch))
+    return model_output(LogitsProcessorOutput(next_token_logits=logits))
 
 
 def next_token_logits(output: ModelOutput) -> torch.Tensor:

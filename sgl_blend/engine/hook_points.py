@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sgl_blend.engine.eviction import insert_targets
 from sgl_blend.engine.tree_branch import eviction_targets, reset_targets
 from sgl_blend.engine.versions import Features, check_version
 from sgl_blend.errors import UnsupportedError
@@ -28,7 +29,11 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
         "answers": (f"{_TOKENIZER}._handle_batch_output", "before"),
         "echoed text": (f"{_COMPLETIONS}._get_echo_text", "after"),
         "echoed prompts": (f"{_COMPLETIONS}._prepare_echo_prompts", "after"),
-        "scheduler": (f"{_SCHEDULER}.__init__", "after"),
+        "scheduler": (f"{_SCHEDULER}.__init__", "around"),
+        "tree settings": (
+            "sglang.srt.mem_cache.cache_init_params.CacheInitParams.__init__",
+            "after",
+        ),
         "arrival": (f"{_SCHEDULER}.handle_generate_request", "around"),
         "request": ("sglang.srt.managers.schedule_batch.Req.__init__", "after"),
         "round": (f"{_SCHEDULER}.get_new_batch_prefill", "around"),
@@ -49,7 +54,8 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
     }
     return {
         **{name: [point] for name, point in points.items()},
-        "eviction": [(target, "before") for target in eviction_targets()],
+        "storing": [(target, "around") for target in insert_targets()],
+        "eviction": [(target, "around") for target in eviction_targets()],
         "reset": [(target, "before") for target in reset_targets()],
     }
 

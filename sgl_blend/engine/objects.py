@@ -29,8 +29,22 @@ class Tree(Protocol):
     match_prefix: Callable[..., Any]
     inc_lock_ref: Callable[..., Any]
     dec_lock_ref: Callable[..., Any]
+    insert: Callable[..., Any]
     evictable_size: Callable[..., int]
     protected_size: Callable[..., int]
+
+
+class TreeSettings(Protocol):
+    """How a tree is to be made: SGLang's CacheInitParams."""
+
+    eviction_policy: str
+
+
+class InsertParams(Protocol):
+    """What a tree is asked to store."""
+
+    key: Any
+    priority: int
 
 
 class EvictParams(Protocol):
@@ -44,6 +58,8 @@ class Req(Protocol):
 
     rid: str
     origin_input_ids: array[int]
+    cache_salt: str | None
+    extra_key: str | None
     full_untruncated_fill_ids: array[int]
     sampling_params: Any
     cached_tokens: int

@@ -37,6 +37,13 @@ def set_salt(request: Received | Req, salt: str | None) -> None:
     setattr(request, "cache_salt" if features().keys_have_salt else "extra_key", salt)
 
 
+def namespace_of(req: Req) -> tuple[str | None, str | None]:
+    """Return the salt of a request in the scheduler, and what else sets it apart from others."""
+    if features().keys_have_salt:
+        return req.cache_salt, req.extra_key
+    return req.extra_key, None
+
+
 def request_class(request: Received) -> str | None:
     """Return what sets a TokenizedGenerateReqInput apart from others beside its salt."""
     extra_key: str | None = request.extra_key if features().keys_have_salt else None

@@ -103,6 +103,16 @@ def _match_types() -> tuple[Any, Any]:
     return RadixKey, MatchPrefixParams
 
 
+def node_number(found: TreeMatch) -> int:
+    """Return a number of the node that a path ends at; no other node ever has it.
+
+    A node that is split keeps its end, and with it its number.
+    """
+    number = getattr(found.node, "id", found.node)
+    assert isinstance(number, int), f"a node of an unknown kind: {found.node!r:.80}"
+    return number
+
+
 def lock_node(tree: Tree, node: Handle) -> TreeLock:
     """Keep a node and its ancestors from being evicted."""
     return TreeLock(node, tree.inc_lock_ref(node).to_dec_params())
@@ -132,6 +142,11 @@ def free_tokens(tree: Tree) -> int:
 def stored_tokens(tree: Tree) -> int:
     """Return how many tokens a tree holds; locks do not change it."""
     return int(tree.evictable_size() + tree.protected_size())
+
+
+def locked_tokens(tree: Tree) -> int:
+    """Return how many tokens of a tree running requests hold."""
+    return int(tree.protected_size())
 
 
 def evictable_tokens(tree: Tree) -> int:

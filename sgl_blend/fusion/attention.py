@@ -51,7 +51,10 @@ class Candidates:
         policy: Name of the policy that selects.
         schedule: How many are computed in each layer above the check layer, never rising.
         question: Rows after the last chunk, numbered as they are in the batch now.
+        num_early: How many are computed up to the check layer.
         priorities: float32 [n], by which the policy selects if that needs no layer; else None.
+        early: float32 [n], by which rows are dropped before the first layer; None if none is.
+        decided: bool [n], rows that go on whatever their priority is; None if there are none.
     """
 
     request: int
@@ -64,7 +67,15 @@ class Candidates:
     policy: str
     schedule: list[int]
     question: range
+    num_early: int
     priorities: torch.Tensor | None = None
+    early: torch.Tensor | None = None
+    decided: torch.Tensor | None = None
+
+    @property
+    def selects_late(self) -> bool:
+        """Whether rows that were computed up to the check layer are dropped there or above."""
+        return self.schedule[-1] < self.num_early
 
     def take(self, chosen: torch.Tensor) -> "Candidates":
         """Return only some of the rows; which chunk they are of is not known any more."""
@@ -76,7 +87,9 @@ class Candidates:
             source_slots=self.source_slots[chosen],
             cos=self.cos[chosen],
             sin=self.sin[chosen],
-            priorities=None,
+            priorities=None if self.priorities is None else self.priorities[chosen],
+            early=None,
+            decided=None if self.decided is None else self.decided[chosen],
         )
 
 
@@ -179,13 +192,14 @@ class BlendAttention:
         return mixed.reshape(heads.shape[0], -1)
 
     def drop_early(self) -> None:
-        """Drop rows before the first layer: of requests whose policy needs to see no layer."""
-        skipping = [g for g in self._candidates if POLICIES[g.policy].skips_full_layers]
-        selecting = []
-        for group in skipping:
-            assert group.priorities is not None, "its policy needs to see no layer"
-            selecting.append((group, group.schedule[0], group.priorities))
-        self._reduce(selecting)
+        """Drop rows before the first layer: of requests whose policy needs to see no layer for it."""
+        self._reduce(
+            [
+                (group, group.num_early, group.early)
+                for group in self._candidates
+                if group.early is not None
+            ]
+        )
 
     def _select(self, layer_id: int, fresh: _LayerKV) -> None:
         selecting = []
@@ -210,7 +224,10 @@ class BlendAttention:
         policy = POLICIES[group.policy]
         assert policy.score is not None, "its priorities are known before the forward"
         scores = self._tp_group.sum(policy.score(self._view(group, fresh)))
-        return policy.prioritise(scores, group.chunk_lengths, budget)
+        priorities = policy.prioritise(scores, group.chunk_lengths, budget)
+        if group.decided is not None:
+            priorities = priorities.masked_fill(group.decided, torch.inf)
+        return priorities
 
     def _reduce(self, selecting: list[tuple[Candidates, int, torch.Tensor]]) -> None:
         """Take rows out of the batch; of each group stay as many as its budget, by priority."""
@@ -243,7 +260,7 @@ class BlendAttention:
         """Return the groups that will select later, with the numbers that their rows have now."""
         chosen = {}
         for group, budget, own in selecting:
-            if POLICIES[group.policy].gradual:
+            if group.schedule[-1] < budget:
                 chosen[group.request] = segmented_topk(own, [len(own)], [budget])[0]
         done = {group.request for group, _, _ in selecting} - set(chosen)
         waiting = [group for group in self._candidates if group.request not in done]

@@ -2,7 +2,8 @@
 
     rows of the step        exact   | chunks and everything else
     not computed            copied  |
-    layers below check              | all rows, stock layers
+                                    | some policies: selection, by position or by memory
+    layers below check              | all rows that are left, stock layers
     check layer                     | fresh KV of all rows; selection; attention and MLP of kept rows
     layers above                    | kept rows
                                     | gradual policies: selection again, among the kept rows
@@ -15,7 +16,7 @@ Every count is known on the host before the forward; which rows are kept is know
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,7 +24,9 @@ from sgl_blend.engine.forward import (
     advance_prefix,
     batch_device,
     copy_batch,
+    empty_output,
     forward_with,
+    kv_slots_of_requests,
     model_output,
     prepare,
     row_slots,
@@ -43,14 +46,31 @@ from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates
 from sgl_blend.fusion.kv_copier import KVCopier
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
+from sgl_blend.fusion.memory import DeviationMemory
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import LayerSplit, StepPlan
 from sgl_blend.fusion.rotation import Rotation
+from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.kernels.upload import to_device
 from sgl_blend.policies import POLICIES
 from sgl_blend.policies.spec import LayerView, Sees
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A stored chunk that was prefilled once more after another text.
+
+    Attributes:
+        stored_slots: int64 [n], where its KV lies.
+        begin: Where it begins in the request that prefills it.
+        first: Whether nothing is remembered of it yet.
+    """
+
+    stored_slots: torch.Tensor
+    begin: int
+    first: bool
 
 
 class Fusor:
@@ -68,8 +88,10 @@ class Fusor:
         layout: KVLayout,
         kernel: RaggedKernel,
         tp_group: TPGroup,
+        memory: DeviationMemory,
     ) -> None:
         self.layers = layers
+        self._memory = memory
         self._runner = runner
         self._modules = decoder_layers(runner)
         self._rotation = rotation
@@ -99,11 +121,12 @@ class Fusor:
             self._copier.copy(exact_lengths)
         if any(POLICIES[group.policy].prefills_first for group in candidates):
             candidates = self._prefill_first(batch, candidates)
-        early = [group for group in candidates if POLICIES[group.policy].skips_full_layers]
-        late = [group for group in candidates if not POLICIES[group.policy].skips_full_layers]
-        copies = self._copies(late, self.layers.check + 1, batch)
+        early = [group for group in candidates if group.early is not None]
+        late = [group for group in candidates if group.selects_late]
+        above = self.layers.check + 1
+        copies = self._copies(candidates, range(above, self.layers.total), batch)
         with phase(Phase.COPY):
-            self._copier.copy(self._copies(early, 0, batch))
+            self._copier.copy(self._copies(early, range(above), batch))
             self._copier.start(copies)
         backend = self._backend(batch, candidates)
         with forward_with(backend, batch):
@@ -122,12 +145,45 @@ class Fusor:
                         run_layers(runner, batch, 1)
                     self._copier.wait()
                 done = layer + 1
+            with phase(Phase.FULL_LAYERS):
+                run_layers(runner, batch, max(0, above - done))
+                done = max(above, done)
+            self._copier.wait()
             with (
                 phase(Phase.SHRUNK_LAYERS),
                 around_logits(runner, lambda: phase(Phase.LOGITS)),
             ):
                 logits = self._run_rest(batch, backend, done)
         return model_output(logits)
+
+    def probe(self, forward_batch: ForwardBatch, seen: Probed | None) -> ModelOutput:
+        """Prefill one request up to the KV of the check layer, and remember how much of it deviates.
+
+        Args:
+            forward_batch: SGLang's ForwardBatch of one request; it is not changed.
+            seen: A stored chunk that stands at the end of the request, all of it computed when this
+                forward ends; None if the chunk is not at its end yet.
+
+        Returns:
+            SGLang's ModelRunnerOutput, with logits that mean nothing. The KV of the check layer and
+            below is in the pool; what lies above means nothing.
+        """
+        runner, check = self._runner, self.layers.check
+        prepare(runner, forward_batch)
+        batch = copy_batch(forward_batch)
+        backend = self._backend(batch, [])
+        with forward_with(backend, batch):
+            run_layers(runner, batch, check)
+            backend.keep_last_at(check)  # its KV is all that is wanted of the check layer
+            with residual_rows(self._modules[check], lambda: backend.kept_rows):
+                run_layers(runner, batch, 1)
+        if seen is not None:
+            own = kv_slots_of_requests(batch, attention_backend(runner))[0][seen.begin :]
+            own = own[: seen.stored_slots.numel()]
+            _, v_pool = self._layout.layer(check)
+            squared = self._tp_group.sum(kv_deviation_at(v_pool, own, v_pool, seen.stored_slots))
+            self._memory.write(seen.stored_slots, squared, first=seen.first)
+        return empty_output(runner, forward_batch)
 
     def _run_rest(self, batch: ForwardBatch, backend: BlendAttention, done: int) -> object:
         """Run the layers that select no more; return the logits."""
@@ -228,13 +284,11 @@ class Fusor:
         take_rows(batch, to_device(body_rows, device), body)
         return [copy]
 
-    def _copies(
-        self, groups: list[Candidates], first_layer: int, batch: ForwardBatch
-    ) -> list[Copy]:
-        """Return the copies of all rows of some groups, in all layers from one on."""
+    def _copies(self, groups: list[Candidates], layers: range, batch: ForwardBatch) -> list[Copy]:
+        """Return the copies of all rows of some groups, in some layers."""
         return [
             Copy(
-                layers=range(first_layer, self.layers.total),
+                layers=layers,
                 source_slots=group.source_slots,
                 dest_slots=row_slots(batch)[group.rows],
                 cos=group.cos,
@@ -271,30 +325,54 @@ class Fusor:
         cos, sin = self._rotation.between(stored, positions)
         policy = POLICIES[step.policy]
         schedule = step.schedule(self.layers)
-        priorities = None
+        source_slots = torch.cat([span.slots for span in step.spans])
+        priorities, early, decided = None, None, None
         if policy.sees is Sees.NOTHING:
             priorities = to_device(policy.prioritise(None, lengths, schedule[0]), device)
+        if policy.skips_full_layers:
+            early, priorities = priorities, None
+        elif policy.trusts_memory and step.num_early < step.num_candidates:
+            early, decided = self._remember(step, source_slots)
         to_row = first_row - step.exact_stop
         return Candidates(
             request=request,
             rows=positions + to_row,
             positions=positions,
             chunk_lengths=lengths,
-            source_slots=torch.cat([span.slots for span in step.spans]),
+            source_slots=source_slots,
             cos=cos,
             sin=sin,
             policy=step.policy,
             schedule=schedule,
+            num_early=step.num_early,
             question=range(step.spans[-1].stop + to_row, step.stop + to_row),
             priorities=priorities,
+            early=early,
+            decided=decided,
         )
+
+    def _remember(
+        self, step: StepPlan, source_slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return by what rows are dropped before the first layer, and which of the others stay.
+
+        Rows without a memory pass to where they can be compared. The others stay, if they are already
+        as few as are recomputed.
+        """
+        early = self._memory.read(source_slots)
+        if all(span.remembered for span in step.spans):
+            return early, None
+        marks = torch.cat([torch.full((len(span),), span.remembered) for span in step.spans])
+        known = to_device(marks, source_slots.device)
+        early = early.masked_fill(~known, torch.inf)
+        return early, known if step.decides_early else None
 
 
 def _selecting_layers(candidates: list[Candidates], check_layer: int) -> list[int]:
     """Return the layers after which some request computes fewer rows."""
     layers: set[int] = set()
     for group in candidates:
-        before = [group.rows.numel(), *group.schedule]
+        before = [group.num_early, *group.schedule]
         layers.update(
             check_layer + index
             for index, (old, new) in enumerate(zip(before, group.schedule, strict=False))

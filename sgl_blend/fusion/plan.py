@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from sgl_blend.fusion.sources import KVSource
-from sgl_blend.policies import POLICIES, keep_schedule, recompute_budget
+from sgl_blend.policies import POLICIES, early_rows, keep_schedule, recompute_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,14 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         stop: Position one past the last token.
         source_start: Position its first key was rotated for, which is its place in the stored path.
         source: Where the KV of the stored path lies.
+        remembered: Whether it is remembered how much each token deviated in other contexts.
     """
 
     start: int
     stop: int
     source_start: int
     source: KVSource
+    remembered: bool = False
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -59,7 +61,7 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         if start >= stop:
             return None
         moved = self.source_start + start - self.start
-        return ReusedSpan(start, stop, moved, self.source)
+        return ReusedSpan(start, stop, moved, self.source, self.remembered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class StepPlan:
         stop: One past the last position.
         exact_prefix: Exact KV for [start, exact_prefix.stop), copied as it is. Its rows are never
             computed.
-        spans: Chunks after the exact prefix, in order; their rows are computed up to the check layer.
+        spans: Chunks after the exact prefix, in order.
         num_recomputed: How many rows of the spans go on being computed; under a gradual policy
             the mean over the layers.
         policy: Name of the policy that selects them.
@@ -97,6 +99,26 @@ class StepPlan:
         return sum(len(span) for span in self.spans)
 
     @property
+    def num_early(self) -> int:
+        """Rows of the spans that are computed up to the check layer."""
+        if POLICIES[self.policy].skips_full_layers:
+            return self.num_recomputed
+        remembered = self._num_remembered
+        others = self.num_candidates - remembered
+        return early_rows(self.policy, self.ratio, remembered) + others
+
+    @property
+    def decides_early(self) -> bool:
+        """Whether rows with a memory that are computed in the first layer are computed to the end."""
+        remembered = self._num_remembered
+        early = early_rows(self.policy, self.ratio, remembered)
+        return early == recompute_budget(self.policy, self.ratio, remembered)
+
+    @property
+    def _num_remembered(self) -> int:
+        return sum(len(span) for span in self.spans if span.remembered)
+
+    @property
     def num_dropped(self) -> int:
         """Rows that are not computed to the end because their KV is reused."""
         return self.num_candidates - self.num_recomputed
@@ -111,9 +133,8 @@ class StepPlan:
         The check layer counts with all rows, though most of its work is done for kept rows only.
         """
         rows = self.stop - self.exact_stop
-        if POLICIES[self.policy].skips_full_layers:
-            return (rows - self.num_dropped) * layers.total
         gone = sum(self.num_candidates - kept for kept in self.schedule(layers))
+        gone += (self.num_candidates - self.num_early) * (layers.check + 1)
         return rows * layers.total - gone
 
 

@@ -9,7 +9,7 @@ import pkgutil
 from dataclasses import replace
 from importlib import import_module
 
-from sgl_blend.policies.spec import Policy, budget_of, schedule_of
+from sgl_blend.policies.spec import Policy, budget_of, early_of, schedule_of
 
 EXACT = "exact-"
 
@@ -41,6 +41,11 @@ POLICIES.update(
 def recompute_budget(policy: str, ratio: float, num_reused: int) -> int:
     """Return how many of num_reused tokens the policy of this name recomputes."""
     return budget_of(POLICIES[policy], ratio, num_reused)
+
+
+def early_rows(policy: str, ratio: float, num_remembered: int) -> int:
+    """Return how many of the tokens with a memory pass the layers up to the check layer."""
+    return early_of(POLICIES[policy], ratio, num_remembered)
 
 
 def keep_schedule(policy: str, ratio: float, num_reused: int, num_layers: int) -> list[int]:

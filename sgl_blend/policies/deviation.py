@@ -58,4 +58,18 @@ POLICIES = {
     "hybrid": Policy(
         "the first tokens of each chunk, then as hkvd", hybrid, Sees.LAYER, v_deviation
     ),
+    "funnel": Policy(
+        "as hkvd, among the tokens whose deviation was largest in other contexts",
+        by_score,
+        Sees.LAYER,
+        v_deviation,
+        early_share=0.4,
+    ),
+    "remembered": Policy(
+        "the tokens whose deviation was largest in other contexts",
+        by_score,
+        Sees.LAYER,
+        v_deviation,
+        early_share=0.0,
+    ),
 }

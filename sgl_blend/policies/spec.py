@@ -89,6 +89,10 @@ class Policy:
             tokens of the layer before.
         skips_full_layers: Whether the rows it does not choose are dropped before the first layer.
             Only a policy that sees nothing can do that.
+        early_share: Share of the tokens with a memory that pass the layers up to the check layer; at
+            least those that are recomputed do. The others are dropped before the first layer, by what
+            is remembered of their deviation. None for a policy that trusts no memory. A token without
+            a memory passes.
         evaluation_only: Whether it costs a full prefill, which no server should pay.
         true_kv: Whether the rows it drops keep the KV of that full prefill, not their chunk's.
     """
@@ -101,17 +105,24 @@ class Policy:
     fixed_ratio: float | None = None
     gradual: bool = False
     skips_full_layers: bool = False
+    early_share: float | None = None
     evaluation_only: bool = False
     true_kv: bool = False
 
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.sees is Sees.NOTHING), "a score needs to see something"
         assert not self.skips_full_layers or self.sees is Sees.NOTHING, "it sees no layer"
+        assert not self.trusts_memory or self.sees is Sees.LAYER, "a token may have no memory"
 
     @property
     def prefills_first(self) -> bool:
         """Whether a full prefill comes before the blended forward."""
         return self.true_kv or self.sees is Sees.PREFILL
+
+    @property
+    def trusts_memory(self) -> bool:
+        """Whether tokens are dropped before the first layer by what is remembered of them."""
+        return self.early_share is not None
 
     def select(
         self, scores: torch.Tensor | None, chunk_lengths: list[int], budget: int
@@ -134,6 +145,14 @@ def budget_of(policy: Policy, ratio: float, num_reused: int) -> int:
     share = (ratio if policy.fixed_ratio is None else policy.fixed_ratio) * num_reused
     # 0.15 * 20 is 3.0000000000000004 for some ratios; rounding that up would be a token too many.
     return min(num_reused, math.ceil(share - 1e-9))
+
+
+def early_of(policy: Policy, ratio: float, num_remembered: int) -> int:
+    """Return how many tokens with a memory, of so many, pass the layers up to the check layer."""
+    if policy.early_share is None:
+        return num_remembered
+    early = math.ceil(policy.early_share * num_remembered - 1e-9)
+    return min(num_remembered, max(early, budget_of(policy, ratio, num_remembered)))
 
 
 def schedule_of(policy: Policy, ratio: float, num_reused: int, num_layers: int) -> list[int]:

@@ -59,7 +59,7 @@ class CostModel:
         self._layers = layers
 
     def saves_s(
-        self, num_rows: int, num_reused: int, num_dropped: int, *, early: bool = False
+        self, num_rows: int, num_reused: int, num_dropped: int, *, num_dropped_early: int = 0
     ) -> float:
         """Return how many seconds a prefill gains; negative if blending makes it slower.
 
@@ -67,13 +67,18 @@ class CostModel:
             num_rows: Rows of the prefill.
             num_reused: Those of them whose KV is copied.
             num_dropped: Those of these that are not computed to the end.
-            early: Whether they are dropped before the first layer, not in the check layer.
+            num_dropped_early: Those of these that are dropped before the first layer, not in the
+                check layer.
         """
         if num_dropped == 0:
             return 0.0
         times = self._times
-        layers = self._layers.total if early else self._layers.above
-        saved = layers * (_at(times.layer, num_rows) - _at(times.layer, num_rows - num_dropped))
+        early, above = self._layers.check + 1, self._layers.above
+        whole, begun, kept = (
+            _at(times.layer, num_rows - gone) for gone in (0, num_dropped_early, num_dropped)
+        )
+        saved = early * (whole - begun) + above * (whole - kept)
+        layers = self._layers.total if num_dropped_early else above
         moving = layers * (_at(times.copy, num_reused) + times.attend_layer)
         return saved - moving - _at(times.select, num_rows) - times.attend
 

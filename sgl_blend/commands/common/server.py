@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -49,6 +49,11 @@ def stock_environment() -> tuple[str, ...]:
     names = [entry.name for group in groups for entry in entry_points(group=group)]
     others = sorted(set(names) - {"sgl_blend"})
     return (f"SGLANG_PLUGINS={','.join(others) or 'none'}",)  # an empty list would mean all
+
+
+def _num_pending(info: Mapping[str, Any]) -> int:
+    """Return how many chunks are to be built or probed."""
+    return int(info["chunks_pending"]) + int(info["probes_pending"])
 
 
 class ServerError(CommandError):
@@ -95,7 +100,7 @@ class Server:
             ServerError: It takes too long.
         """
         started = time.monotonic()
-        while (pending := self.info()["chunks_pending"]) > 0:
+        while (pending := _num_pending(self.info())) > 0:
             if time.monotonic() - started > IDLE_TIMEOUT_S:
                 raise ServerError(f"{pending} chunks were not built in {IDLE_TIMEOUT_S:.0f} s")
             time.sleep(0.3)

@@ -1,0 +1,233 @@
+"""Probes: which chunks have a memory, when it may be trusted, and that it is a chunk's own.
+
+That a memory holds the right numbers, and that the forward follows it, is what test_reference.py shows.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import StartEngine, model_folder, start_engine
+from harness import Answer, Driver, Prompt, largest_difference, rag_prompt
+from reference import CHUNKS, QUESTION, SYSTEM, Reference
+from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
+
+from sgl_blend.scheduler.probes import NUM_PROBES, made_up_texts
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+RATIO = 0.2
+CHECK = 1
+TOLERANCE = 2e-4
+MOVED = sum(map(len, CHUNKS[1:]))
+
+
+OTHERS = (0, 2, 1)
+"""An order that shares no more than its beginning with the one that is looked at."""
+
+
+def rag(policy: str, numbers: tuple[int, ...] = (0, 1, 2), **rest: Any) -> Prompt:
+    params = {"sgl_blend_policy": policy, "sgl_blend_ratio": RATIO}
+    return rag_prompt(SYSTEM, [CHUNKS[i] for i in numbers], QUESTION, params=params, **rest)
+
+
+def _drop_prompts(driver: Driver) -> None:
+    """Evict what is on probation: blended prompts and what probes left."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    tree = driver.scheduler.tree_cache
+    kept = len(SYSTEM) + sum(map(len, CHUNKS))
+    tree.evict(EvictParams(num_tokens=max(0, int(tree.evictable_size()) - kept)))
+
+
+def _describe(driver: Driver) -> dict[str, Any]:
+    found: dict[str, Any] = driver.runtime.describe()
+    return found
+
+
+def _ask(driver: Driver, *prompts: Prompt) -> list[Answer]:
+    """Ask one after the other, each when all background work for the one before is done."""
+    answers = []
+    for prompt in prompts:
+        answers += driver.ask(prompt)
+        driver.settle()
+    return answers
+
+
+def _fresh(driver: Driver, *prompts: Prompt) -> tuple[list[Answer], int, int]:
+    """Ask after a flush; return the answers, how many probes ran and how many chunks have a memory."""
+    driver.settle()
+    driver.flush()
+    before = _describe(driver)["probes_run"]
+    answers = _ask(driver, *prompts)
+    after = _describe(driver)
+    return answers, after["probes_run"] - before, after["chunks_remembered"]
+
+
+def test_a_request_that_trusts_memory_has_its_chunks_probed(start_engine: StartEngine) -> None:
+    answers, probes, chunks = start_engine().call(_fresh, rag("funnel", OTHERS), rag("funnel"))
+    assert probes == NUM_PROBES * 3
+    assert chunks == 3
+    report = answers[1].report
+    early = -(-MOVED * 2 // 5)  # of the moved rows pass the full layers
+    kept = report["recomputed_tokens"]
+    others = len(QUESTION) * NUM_LAYERS
+    assert report["layer_rows"] == others + early * (CHECK + 1) + kept * (NUM_LAYERS - CHECK - 1)
+
+
+def test_others_cost_no_probe(start_engine: StartEngine) -> None:
+    _, probes, chunks = start_engine().call(_fresh, rag("hkvd", OTHERS), rag("hkvd"))
+    assert (probes, chunks) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", ["funnel", "remembered"])
+def test_a_chunk_without_a_memory_takes_hkvd(start_engine: StartEngine, policy: str) -> None:
+    answers, _, _ = start_engine().call(
+        _fresh, rag("hkvd", OTHERS), rag("hkvd"), rag(policy), rag(policy, OTHERS)
+    )
+    assert largest_difference(answers[2].logprobs[0], answers[1].logprobs[0]) <= TOLERANCE
+    assert answers[2].report["layer_rows"] == answers[1].report["layer_rows"]
+    assert answers[3].report["layer_rows"] < answers[1].report["layer_rows"]
+
+
+def _only_the_first_is_probed(driver: Driver, policy: str) -> Answer:
+    driver.settle()
+    driver.flush()
+    _ask(driver, rag(policy, (2, 1)), rag("hkvd"))  # chunk 1 is moved here, 2 is exact
+    memories = driver.runtime._memories
+    probed = memories._probed
+    number = _node(driver, 2)
+    probed.pop(number)
+    return driver.ask(rag(policy))[0]
+
+
+def _node(driver: Driver, number: int) -> int:
+    from sgl_blend.engine.tree import match_prefix, node_number
+
+    path = array("q", SYSTEM + CHUNKS[number])
+    tree = driver.scheduler.tree_cache
+    return node_number(match_prefix(tree, path, salt=driver.chunk_salt(), extra_key=None))
+
+
+@pytest.mark.parametrize("policy", ["funnel", "remembered"])
+def test_chunks_with_and_without_a_memory_share_a_request(
+    start_engine: StartEngine, model_folder: Path, policy: str
+) -> None:
+    reference = Reference(make_model("llama", model_folder))
+    texts = [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
+    answer = start_engine().call(_only_the_first_is_probed, policy)
+    want = reference.blend(policy, RATIO, CHECK, texts=texts, known=(True, False))
+    got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
+    assert float((got - want).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("policy", ["funnel", "remembered"])
+def test_with_build_an_answer_does_not_depend_on_the_cache(
+    start_engine: StartEngine, policy: str
+) -> None:
+    engine = start_engine(blend_on_miss="build")
+    cold, probes, chunks = engine.call(_fresh, rag(policy))
+    assert (probes, chunks) == (NUM_PROBES * 2, 2), "the chunk that stands where it was built"
+    warm, _, _ = engine.call(_fresh, rag("hkvd", (2, 0)), rag(policy, (1, 2)), rag(policy))
+    assert warm[2].logprobs == cold[0].logprobs
+    assert warm[2].report["layer_rows"] == cold[0].report["layer_rows"]
+
+
+def _evict_all(driver: Driver) -> None:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    driver.scheduler.tree_cache.evict(EvictParams(num_tokens=10**6))
+
+
+def _twice(driver: Driver) -> list[int]:
+    """Ask for the chunks in two orders; return the layer rows of each."""
+    _drop_prompts(driver)
+    answers = _ask(driver, rag("funnel", OTHERS), rag("funnel"))
+    return [answer.report["layer_rows"] for answer in answers]
+
+
+def _forgets(driver: Driver, how: str) -> list[int]:
+    """Return the layer rows of a request: with a memory, after it is lost, and once it is back."""
+    driver.settle()
+    driver.flush()
+    rows = _twice(driver)[1:]
+    if how == "flush":
+        driver.flush()
+    else:
+        _evict_all(driver)
+    _ask(driver, rag("hkvd"))
+    return rows + _twice(driver)
+
+
+@pytest.mark.parametrize("how", ["flush", "evict"])
+def test_a_memory_is_gone_with_its_chunk(start_engine: StartEngine, how: str) -> None:
+    before, lost, back = start_engine().call(_forgets, how)
+    assert before == back < lost
+
+
+def _loses_chunks_alone(driver: Driver) -> tuple[list[int], int]:
+    """Let chunks be evicted and built again while the KV of their probes stays."""
+    driver.settle()
+    driver.flush()
+    rows = _twice(driver)[1:]
+    driver.runtime._memories.clear()  # as if their nodes were others
+    before = _describe(driver)["build_steps"]
+    return rows + _twice(driver), _describe(driver)["build_steps"] - before
+
+
+def test_a_probe_whose_kv_is_left_is_read_once_more(start_engine: StartEngine) -> None:
+    (before, lost, back), _ = start_engine().call(_loses_chunks_alone)
+    assert before == back < lost
+
+
+def _tenants(driver: Driver) -> list[int]:
+    driver.settle()
+    driver.flush()
+    prompts = [
+        rag("funnel", OTHERS, salt="a"),
+        rag("funnel", salt="a"),
+        rag("hkvd", OTHERS, salt="b"),
+        rag("funnel", salt="b"),
+    ]
+    rows = [answer.report["layer_rows"] for answer in _ask(driver, *prompts)]
+    rows.append(_describe(driver)["chunks_remembered"])
+    return rows
+
+
+def test_tenants_do_not_share_a_memory(start_engine: StartEngine) -> None:
+    _, warm, _, other, chunks = start_engine().call(_tenants)
+    assert chunks == 6
+    assert warm < other
+
+
+def _pending(driver: Driver) -> tuple[int, int, int]:
+    driver.settle()
+    driver.flush()
+    _ask(driver, rag("hkvd"))
+    req = driver.submit(rag("funnel"))
+    driver.run_until(req.finished)
+    pending = driver.runtime.prober.num_pending
+    while not driver.scheduler.flush_cache():
+        driver.step()
+    left = driver.runtime.prober.num_pending
+    driver.settle()
+    return pending, left, _describe(driver)["chunks_remembered"]
+
+
+def test_a_flush_drops_pending_probes(start_engine: StartEngine) -> None:
+    pending, left, chunks = start_engine().call(_pending)
+    assert pending > 0
+    assert (left, chunks) == (0, 0)
+
+
+def test_made_up_texts_are_always_the_same() -> None:
+    texts = [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
+    assert texts == [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
+    assert len({tuple(text) for text in texts}) == NUM_PROBES
+    assert all(0 <= token < VOCAB_SIZE for text in texts for token in text)
