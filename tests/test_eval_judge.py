@@ -248,6 +248,7 @@ def test_a_refusal_by_the_packages_prompts_says_so() -> None:
         ({"ratio": 0.1, "layer_rows_share": 0.6}, False),
         ({"policy": "gradual", "layer_rows_share": 0.49}, False),
         ({"policy": "random", "ratio": 0.5, "layer_rows_share": 0.7}, False),
+        ({"policy": "funnel", "ratio": 0.5, "layer_rows_share": 0.7}, False),
         ({"ratio": 0.2, "layer_rows_share": None}, False),
     ],
 )

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sgl_blend.settings.config import BlendConfig
+
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 UNKNOWN = "not recorded"
 
@@ -73,7 +75,7 @@ def demo() -> str:
     prompts = len(found["prompt_tokens"])
     rows = [
         (
-            _promised(f"{row['ratio']:g}", row),
+            _promised(f"{row['policy']}, {row['ratio']:g}", row),
             *(f"{row[kind] / prompts:.0f}" for kind in kinds),
             f"{row['median_ttft_s']:.2f} s",
             _promised(f"{row['speedup']:.1f}x", row),
@@ -84,7 +86,7 @@ def demo() -> str:
     full = found["full_prefill"]["median_ttft_s"]
     rows.append(("stock", "", "", "", "", f"{full:.2f} s", "1.0x", ""))
     names = ("exact prefix", "reused", "recomputed", "computed")
-    header = ("ratio", *names, "TTFT", "speed-up", "KL of the first token")
+    header = ("policy, ratio", *names, "TTFT", "speed-up", "KL of the first token")
     told = (
         f"The command was `make demo` on {_processor(found['machine'])}, in float32, with SGLang "
         f"{found['versions']['sglang']}, on {found['date'].partition('T')[0]}.\n"
@@ -93,7 +95,8 @@ def demo() -> str:
 
 
 def _promised(cell: str, row: dict[str, Any]) -> str:
-    return f"**{cell}**" if row["ratio"] == 0.15 else cell
+    is_default = row["ratio"] == 0.15 and row["policy"] == BlendConfig().blend_policy
+    return f"**{cell}**" if is_default else cell
 
 
 def cold() -> str:
@@ -287,6 +290,30 @@ def _qualities(name: str) -> str:
     return circumstances(first, "make quality") + told + table(header, rows)
 
 
+def probes() -> str:
+    found = load("probes.json")
+    kinds = {
+        "words": "random tokens",
+        "model": "written by the model",
+        "chunks": "chunks of other prompts",
+    }
+    shares = [name for name in found["rows"][0] if name.startswith("covered_")]
+    rows = [
+        (
+            kinds[row["text"]],
+            row["tokens"],
+            row["probes"],
+            row["joined"] if row["probes"] > 1 else "",
+            *(f"{row[share]:.3f}" for share in shares),
+        )
+        for row in found["rows"]
+    ]
+    tops = [f"top {percent(float(share.removeprefix('covered_')), 0)}" for share in shares]
+    header = ("text before the chunk", "tokens", "probes", "joined by", *tops)
+    told = circumstances(found, "benchmarks/probes.py") + f"{found['prompts']} prompts.\n\n"
+    return told + table(header, rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cold": cold,
@@ -295,6 +322,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "match": match,
     "closed-loop": closed_loop,
     "soak": soak,
+    "probes": probes,
     "profile-demo-cpu": profile,
     "eval-seed1": lambda: _answers("eval-seed1.json"),
     "eval-seed2": lambda: _answers("eval-seed2.json"),

@@ -149,7 +149,7 @@ def ask(server: Server, text: str, params: Params, vocab_size: int) -> Answer:
 
 
 def wait_for_chunks(server: Server, num_chunks: int, waiting: Callable[[int], None]) -> None:
-    """Wait until the server has built its chunks in the background.
+    """Wait until the server has built its chunks in the background, and probed them.
 
     Args:
         server: A server with blending.
@@ -165,7 +165,7 @@ def wait_for_chunks(server: Server, num_chunks: int, waiting: Callable[[int], No
         info = server.info()
         built = int(info["chunks_built"])
         waiting(built)
-        if built >= num_chunks and info["chunks_pending"] == 0:
+        if built >= num_chunks and info["chunks_pending"] == info["probes_pending"] == 0:
             return
         time.sleep(0.25)
     raise ServerError(f"only {built} of {num_chunks} chunks built in {BUILD_TIMEOUT_S:.0f} s")

@@ -22,12 +22,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from examples.demo.material import Material, Prompt, Recipe, prepare
 from examples.demo.measure import Answer, Run, ask, stream_first_token, wait_for_chunks
-from examples.demo.report import compare, figures, make_table, shortfalls, summary, to_json
+from examples.demo.report import (
+    RATIO,
+    Way,
+    compare,
+    figures,
+    make_table,
+    shortfalls,
+    summary,
+    to_json,
+)
 from sgl_blend.commands.common.server import Server, ServerError, running
+from sgl_blend.settings.config import BlendConfig
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
 FOLDER = BUILD / "demo"
-RATIOS = (0.0, 0.15, 0.5, 1.0)
+DEFAULT = BlendConfig().blend_policy
+PROBING = "funnel"
+WAYS = (
+    *(Way(DEFAULT, ratio) for ratio in (0.0, RATIO, 0.5, 1.0)),
+    Way("hkvd" if DEFAULT == PROBING else PROBING, RATIO),
+)
 
 T = TypeVar("T")
 
@@ -89,9 +104,17 @@ def server(screen: Screen, name: str, material: Material, extra: list[str]) -> I
 def warm_up(screen: Screen, blending: Server, stock: Server, material: Material) -> None:
     """Let both servers meet the same prompts, every chunk once, before anything is timed."""
     *first_sight, again = material.warm_up
-    meet(screen, "blending server, first sight of the chunks", blending, first_sight, Prompt.marked)
+    # Asked with the policy that probes chunks, so that they are probed too.
+    meet(
+        screen,
+        "blending server, first sight of the chunks",
+        blending,
+        first_sight,
+        Prompt.marked,
+        {"sgl_blend_policy": PROBING},
+    )
     num_chunks = len(material.chunk_tokens)
-    with screen.waiting("building chunks in the background", num_chunks) as waiting:
+    with screen.waiting("building and probing chunks in the background", num_chunks) as waiting:
         wait_for_chunks(blending, num_chunks, waiting)
     meet(screen, "blending server, warm-up", blending, [again], Prompt.marked)
     meet(screen, "stock server, warm-up", stock, material.warm_up, Prompt.plain)
@@ -99,28 +122,29 @@ def warm_up(screen: Screen, blending: Server, stock: Server, material: Material)
 
 def measure(
     screen: Screen, blending: Server, stock: Server, material: Material
-) -> tuple[dict[float, Run], Run]:
-    """Send every prompt to the stock server and, at each ratio, to the blending one.
+) -> tuple[dict[Way, Run], Run]:
+    """Send every prompt to the stock server and, in each way, to the blending one.
 
     One request at a time, and the servers take turns, so that whatever else this machine does
     slows both sides alike.
 
     Returns:
-        What came of it by ratio, and what the stock server answered.
+        What came of it by way, and what the stock server answered.
     """
-    blended: dict[float, list[Answer]] = {ratio: [] for ratio in RATIOS}
+    blended: dict[Way, list[Answer]] = {way: [] for way in WAYS}
     full: list[Answer] = []
     size = material.vocab_size
     for number, prompt in enumerate(screen.track("prompts", material.prompts), start=1):
         full.append(ask(stock, prompt.plain(), None, size))
-        for ratio, answers in blended.items():
-            answers.append(ask(blending, prompt.marked(), {"sgl_blend_ratio": ratio}, size))
-        times = ", ".join(f"{ratio:g}: {run[-1].ttft_s:.2f}" for ratio, run in blended.items())
+        for (policy, ratio), answers in blended.items():
+            params = {"sgl_blend_policy": policy, "sgl_blend_ratio": ratio}
+            answers.append(ask(blending, prompt.marked(), params, size))
+        times = ", ".join(f"{way}: {run[-1].ttft_s:.2f}" for way, run in blended.items())
         screen.say(
             f"prompt {number}/{len(material.prompts)}, first token after: "
-            f"full {full[-1].ttft_s:.2f} s, ratio {times}"
+            f"full {full[-1].ttft_s:.2f} s, {times}"
         )
-    return {ratio: Run(tuple(answers)) for ratio, answers in blended.items()}, Run(tuple(full))
+    return {way: Run(tuple(answers)) for way, answers in blended.items()}, Run(tuple(full))
 
 
 def meet(
@@ -129,10 +153,11 @@ def meet(
     started: Server,
     prompts: Sequence[Prompt],
     render: Callable[[Prompt], str],
+    params: dict[str, str] | None = None,
 ) -> None:
     """Send prompts whose answers and times do not matter."""
     for prompt in screen.track(stage, prompts):
-        stream_first_token(started, render(prompt), None)
+        stream_first_token(started, render(prompt), params)
 
 
 def main() -> int:

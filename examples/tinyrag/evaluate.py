@@ -25,6 +25,9 @@ ROOT = FOLDER.parents[1]
 FINAL_SEED = 20261121
 """Of the prompts that figures are claimed on; defaults were chosen on other seeds."""
 
+OTHERS = ("none", "all", "random", "first-k")
+"""Policies that hkvd and those that trust a memory are compared with."""
+
 Row = dict[str, Any]
 
 
@@ -84,6 +87,11 @@ def check(rows: list[Row], hkvd_two: Row) -> tuple[list[str], str]:
         "the default recomputes at most 15 %": chosen["recomputed_share"] <= 0.15 + 0.005,
         "the default is within 0.01 of full prefill": chosen["accuracy"] >= top - 0.01 - 1e-9,
         "hkvd 0.2 at check layer 2 is within 0.02": hkvd_two["accuracy"] >= top - 0.02 - 1e-9,
+        "funnel is within 0.005 of hkvd": all(
+            find(rows, "funnel", ratio, layer)["accuracy"]
+            >= find(rows, "hkvd", ratio, layer)["accuracy"] - 0.005 - 1e-9
+            for ratio in (0.1, 0.15, 0.2)
+        ),
         "ratio 1 is full prefill": exact["kl"] <= 1e-6 and exact["top1"] == 1.0,
     }
     for name, row in others.items():
@@ -104,8 +112,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="keep the table")
     args = parser.parse_args()
     default = BlendConfig()
-    names = dict.fromkeys(["none", "all", "random", "first-k", "hkvd", default.blend_policy])
-    ratios = sorted({default.blend_recompute_ratio, 0.2})
+    names = dict.fromkeys([*OTHERS, "hkvd", "funnel", "remembered", default.blend_policy])
+    ratios = sorted({default.blend_recompute_ratio, 0.1, 0.15, 0.2})
     layers = sorted({default.blend_check_layer, 2})
     rows = run_eval(
         args.model,

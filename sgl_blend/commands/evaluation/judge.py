@@ -26,6 +26,7 @@ from sgl_blend.commands.common.bootstrap import Interval, share_bounds
 from sgl_blend.commands.evaluation.scores import Row
 from sgl_blend.errors import CommandError
 from sgl_blend.policies import POLICIES
+from sgl_blend.policies.spec import Policy
 from sgl_blend.settings.config import BlendConfig
 
 LEAST_TO_CONFIRM = 64
@@ -140,11 +141,17 @@ def is_no_weaker(row: Row, default: Row) -> bool:
     policy, known = POLICIES[row.policy], POLICIES[default.policy]
     return row == default or (
         (policy.sees, policy.score) == (known.sees, known.score)
+        and _early_share(policy) >= _early_share(known)
         and (row.check_layer or 0) >= (default.check_layer or 0)
         and row.ratio >= default.ratio
         and None not in costs
         and (costs[0] or 0.0) >= (costs[1] or 0.0)
     )
+
+
+def _early_share(policy: Policy) -> float:
+    """Return the share of reused tokens that pass the full layers at least."""
+    return 1.0 if policy.early_share is None else policy.early_share
 
 
 def is_default(row: Row) -> bool:

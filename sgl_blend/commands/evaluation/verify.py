@@ -70,7 +70,7 @@ class Plan:
     data: str
     digest: str
     templates: Templates
-    policies: Sequence[str] = ("hkvd", "gradual")
+    policies: Sequence[str] = ("hkvd", "funnel", "gradual")
     ratios: Sequence[float] = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
     check_layers: Sequence[int] = (1, 2)
     engine_args: Mapping[str, Any] = field(default_factory=dict)
@@ -89,12 +89,18 @@ class Plan:
         least_ratio, least_layer = defaults.blend_recompute_ratio, defaults.blend_check_layer
         ratios = {least_ratio, *self.ratios}
         layers = {least_layer, *self.check_layers}
+        policies = [_PLAIN, defaults.blend_policy, *self.policies]
         if not self.is_own_data:
+            policies = [
+                name
+                for name in policies
+                if name == defaults.blend_policy or not POLICIES[name].trusts_memory
+            ]
             ratios = {ratio for ratio in ratios if ratio >= least_ratio}
             layers = {layer for layer in layers if layer >= least_layer}
         return Settings(
             model_path=self.model_path,
-            policies=list(dict.fromkeys([_PLAIN, defaults.blend_policy, *self.policies])),
+            policies=list(dict.fromkeys(policies)),
             ratios=sorted(ratios),
             check_layers=sorted(layers),
             build_prefixes=[defaults.blend_build_prefix],

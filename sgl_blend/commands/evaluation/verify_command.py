@@ -59,7 +59,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "server's defaults is suggested",
     )
     parser.add_argument("--limit", type=int, help="take the first so many of them only")
-    parser.add_argument("--policies", type=list_of(str), default=["hkvd", "gradual"])
+    parser.add_argument("--policies", type=list_of(str), default=["hkvd", "funnel", "gradual"])
     parser.add_argument("--ratios", type=list_of(float), default=[0.05, 0.1, 0.15, 0.2, 0.3, 0.5])
     parser.add_argument("--check-layers", type=list_of(int), default=[1, 2])
     add_engine_and_template_flags(parser)
