@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from sgl_blend.engine.admission import (
-    is_cut_as_alone,
+    admitted,
+    is_cut,
     is_out_of_memory,
-    refund_rows,
     stop_verdict,
+    verdict_now,
 )
 from sgl_blend.engine.objects import Req, Verdict
 from sgl_blend.engine.requests import (
     brings_embeddings,
+    fill_ids,
     is_beam,
     is_being_aborted,
     logprobs_from,
@@ -27,21 +29,19 @@ from sgl_blend.engine.requests import (
 )
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.phases import Phase, phase
-from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan
+from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
 from sgl_blend.policies import POLICIES
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.compute_budget import Allowance
 from sgl_blend.scheduler.foreground import ForegroundBuilds, waiting_verdict
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.tuning.cost_model import CostModel
-
-_REFUNDED = "sgl_blend_refunded"
-"""Attribute of SGLang's PrefillAdder: tokens given back to the batch that it puts together."""
 
 
 class Admission:
@@ -56,8 +56,6 @@ class Admission:
         shares: FairShare,
         *,
         cost_model: CostModel | None,
-        layers: LayerSplit,
-        refund_limit: int,
         build_first: bool,
         model: LoadedModel,
     ) -> None:
@@ -69,8 +67,6 @@ class Admission:
         self._memories = memories
         self._foreground = ForegroundBuilds(builder, prober, memories)
         self._cost_model = cost_model
-        self._layers = layers
-        self._refund_limit = refund_limit
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
 
@@ -162,9 +158,15 @@ class Admission:
         lookup: Lookup,
         reason: FallbackReason | None,
     ) -> Verdict:
-        state = attempt.state
-        # Each step selects among its own rows, so the answer depends on where the prompt is cut.
-        if self._build_first and plan.spans and not is_cut_as_alone(attempt.req, attempt.adder):
+        state, adder = attempt.state, attempt.adder
+        allowance = Allowance.grant(
+            adder, plan, prefix_length(attempt.req), len(fill_ids(attempt.req))
+        )
+        # Each step selects among its own rows, so the answer depends on where the prompt is cut: on
+        # an idle server not at all, or as the first of its batch. (Not so with --enable-mixed-chunk,
+        # where decoding requests take of the budget.)
+        if self._build_first and plan.spans and admitted(adder) and not allowance.holds_all:
+            allowance.withdraw()
             return stop_verdict()
         matches = [hit.match for hit in lookup.hits]
         if lookup.exact is not None:
@@ -179,12 +181,15 @@ class Admission:
             state.start_admission(
                 hits=len(lookup.hits), misses=len(lookup.missing), fallback=reason
             )
-            attempt.step = plan.step(*step_range(attempt.req))
-            return self._refund(attempt, verdict)
+            start, stop = step_range(attempt.req)
+            attempt.step = plan.step(start, stop)
+            allowance.settle(attempt.step, stop - start, is_cut=is_cut(attempt.req, adder))
+            return verdict_now(adder)
+        allowance.withdraw()
         for held in locks:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
-        may_wait = self._build_first and not self._foreground.is_alone(attempt.adder)
+        may_wait = self._build_first and not self._foreground.is_alone(adder)
         if is_out_of_memory(verdict) and not may_wait:
             return _add_plain(attempt, FallbackReason.NO_MEMORY, lookup)
         return verdict
@@ -202,22 +207,6 @@ class Admission:
             num_dropped_early=step.num_candidates - step.num_early,
         )
         return saved >= 0
-
-    def _refund(self, attempt: AdmissionAttempt, verdict: Verdict) -> Verdict:
-        """Do not charge the batch for rows that an admitted plan drops; return the new verdict.
-
-        All refunds of a batch together are at most its budget, so that at most twice as many rows as
-        the operator allowed pass the layers up to the check layer.
-        """
-        step, adder = attempt.step, attempt.adder
-        if self._refund_limit == 0 or step is None:
-            return verdict
-        rows = step.stop - step.start
-        saved = rows - -(-step.layer_rows(self._layers) // self._layers.total)
-        so_far = getattr(adder, _REFUNDED, 0)
-        given = max(0, min(saved, self._refund_limit - so_far))
-        setattr(adder, _REFUNDED, so_far + given)
-        return refund_rows(adder, given) if given else verdict
 
 
 def _add_plain(

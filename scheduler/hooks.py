@@ -129,10 +129,7 @@ def around_add_chunked_req(
     runtime = _runtime_of(tree_of(adder))
     if runtime is None:
         return orig(adder, req, *args, **kwargs)
-    runtime.before_next_step(req, adder)
-    result = orig(adder, req, *args, **kwargs)
-    runtime.continue_chunked(req, adder)
-    return result
+    return runtime.add_chunked_req(orig, adder, req, (args, kwargs))
 
 
 def around_forward_raw(

@@ -38,6 +38,7 @@ from sgl_blend.engine.requests import (
     has_finished,
     is_health_check,
     match_again,
+    prefix_length,
     rid_of,
     step_range,
     tell_client,
@@ -53,6 +54,7 @@ from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
+from sgl_blend.scheduler.compute_budget import Allowance
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal
 from sgl_blend.scheduler.loaded_model import LoadedModel
@@ -167,18 +169,30 @@ class BlendRuntime:
         state = state_of(req)
         return state is not None and self.admission.waits_for_builds(state)
 
-    def before_next_step(self, req: Req, adder: PrefillAdder) -> None:
-        """Let a further step of a chunked prefill end where it would on an idle server."""
-        state = state_of(req)
-        if state is not None and self.admission.cuts_as_alone(state):
-            cut_by_budget_alone(adder)
+    def add_chunked_req(self, orig: Stock, adder: PrefillAdder, req: Req, args: Call) -> Any:
+        """Admit a further step of a chunked prefill; called in place of PrefillAdder's, which is orig.
 
-    def continue_chunked(self, req: Req, adder: PrefillAdder) -> None:
-        """Note that a further step of a chunked prefill was admitted."""
+        Returns:
+            What SGLang does: the request if it is cut again, else None.
+        """
         state = state_of(req)
-        if state is not None and req in admitted(adder):
-            step = None if state.plan is None else state.plan.step(*step_range(req))
-            self._count_step(req, state, step)
+        if state is None or state.plan is None:
+            result = orig(adder, req, *args[0], **args[1])
+            if state is not None and req in admitted(adder):
+                self._count_step(req, state, None)
+            return result
+        if self.admission.cuts_as_alone(state):
+            cut_by_budget_alone(adder)
+        allowance = Allowance.grant(adder, state.plan, prefix_length(req), len(fill_ids(req)))
+        result = orig(adder, req, *args[0], **args[1])
+        if req not in admitted(adder):
+            allowance.withdraw()
+            return result
+        start, stop = step_range(req)
+        step = state.plan.step(start, stop)
+        allowance.settle(step, stop - start, is_cut=result is not None)
+        self._count_step(req, state, step)
+        return result
 
     def _count_step(self, req: Req, state: RequestState, step: StepPlan | None) -> None:
         start, stop = step_range(req)

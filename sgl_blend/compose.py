@@ -141,8 +141,6 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             memories,
             shares,
             cost_model=fusion.cost_model,
-            layers=fusion.fusor.layers,
-            refund_limit=facts.batch_tokens if config.blend_refund_budget else 0,
             build_first=build_first,
             model=model,
         ),

@@ -109,7 +109,6 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_canary_max_kl": 0.5,
         "blend_when": "faster",
         "blend_attention": "auto",
-        "blend_refund_budget": False,
         "blend_allow_untested": False,
     }
 

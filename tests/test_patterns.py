@@ -56,7 +56,7 @@ requests = st.builds(
     pieces=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=6).map(tuple),
     question=st.integers(0, 8),
     ratio=st.sampled_from([0.0, 0.15, 1.0, 1.0]),
-    policy=st.sampled_from(["hkvd", "hkvd-k", "first-k", "random", "none", "all"]),
+    policy=st.sampled_from(["hkvd", "funnel", "remembered", "first-k", "random", "none", "all"]),
     tenant=st.sampled_from([None, "a", "b"]),
     new_tokens=st.integers(1, 3),
 )
@@ -67,7 +67,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "build": {"blend_on_miss": "build"},
     "chunked": {"blend_on_miss": "build", "chunked_prefill_size": 40},
     "pages": {"blend_on_miss": "compute", "page_size": 8},
-    "refunds": {"chunked_prefill_size": 96, "blend_refund_budget": True},
+    "budget": {"chunked_prefill_size": 96},
     "overlap": {"disable_overlap_schedule": False},
     "mixed": {"enable_mixed_chunk": True, "chunked_prefill_size": 64, "page_size": 8},
 }

@@ -6,15 +6,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_blend.fusion.plan import BlendPlan, ReusedSpan, StepPlan
+from sgl_blend.fusion.plan import BlendPlan, LayerSplit, ReusedSpan, StepPlan
 from sgl_blend.fusion.sources import PoolSlots
 from sgl_blend.policies import POLICIES, recompute_budget
 
 
-def span_at(start: int, length: int, source_start: int) -> ReusedSpan:
+def span_at(start: int, length: int, source_start: int, *, remembered: bool = False) -> ReusedSpan:
     """A span whose slot for source position p is 7p + 3, so that slots tell where they belong."""
     path = torch.arange(source_start + length + 2)  # more of the path may be stored
-    return ReusedSpan(start, start + length, source_start, PoolSlots(7 * path + 3))
+    source = PoolSlots(7 * path + 3)
+    return ReusedSpan(start, start + length, source_start, source, remembered)
 
 
 @dataclass
@@ -37,7 +38,7 @@ def cases(draw: st.DrawFn) -> Case:
         exact = span_at(bounds[0], length, bounds[0])
         bounds = bounds[1:]
     spans = tuple(
-        span_at(start, stop - start, draw(st.integers(0, 1000)))
+        span_at(start, stop - start, draw(st.integers(0, 1000)), remembered=draw(st.booleans()))
         for start, stop in pairwise(bounds)
         if draw(st.booleans())
     )
@@ -219,3 +220,25 @@ def test_the_picture_of_a_whole_request() -> None:
 def test_a_step_of_one_row_reuses_nothing(stop: int) -> None:
     plan = BlendPlan(span_at(0, 10, 0), (), 9, "hkvd", 0.2)
     assert plan.step(stop - 1, stop) is None
+
+
+@given(cases(), st.integers(1, 130))
+def test_a_step_reaches_as_far_as_its_rows_allow(case: Case, max_rows: int) -> None:
+    def entering(stop: int) -> int:
+        step = case.plan.step(case.prefix, stop)
+        return stop - case.prefix if step is None else step.num_entering
+
+    reach = case.plan.reach(case.prefix, case.num_tokens, max_rows)
+    assert entering(reach) <= max_rows
+    assert reach == case.num_tokens or entering(reach + 1) > max_rows
+
+
+@given(cases())
+def test_no_layer_computes_more_rows_than_enter_the_first(case: Case) -> None:
+    layers = LayerSplit(check=2, total=6)
+    for start, stop in case.steps:
+        step = case.plan.step(start, stop)
+        if step is not None and not POLICIES[step.policy].prefills_first:
+            others = step.stop - step.exact_stop - step.num_candidates
+            assert step.num_entering == others + step.num_early
+            assert max(step.schedule(layers)) <= step.num_early

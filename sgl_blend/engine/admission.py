@@ -32,22 +32,36 @@ def was_admitted(req: Req, adder: PrefillAdder) -> bool:
     return bool(adder.can_run_list) and adder.can_run_list[-1] is req
 
 
-def refund_rows(adder: PrefillAdder, num_tokens: int) -> Verdict:
-    """Give compute budget back to a batch that is being put together.
+def is_cut(req: Req, adder: PrefillAdder) -> bool:
+    """Tell whether a request joined the batch with a part of its prompt only."""
+    return adder.new_chunked_req is req
 
-    Nothing is given back once a request of the batch is cut: SGLang cuts one at a time.
 
-    Args:
-        adder: SGLang's PrefillAdder.
-        num_tokens: Rows that will be computed in too few layers to count.
+def rows_left(adder: PrefillAdder) -> int:
+    """Return how many more rows a batch that is being put together may compute."""
+    left = adder.rem_input_tokens if adder.rem_chunk_tokens is None else adder.rem_chunk_tokens
+    return max(0, left)
 
-    Returns:
-        SGLang's verdict for the next request.
+
+def change_budget(adder: PrefillAdder, num_rows: int) -> None:
+    """Let a batch that is being put together compute more rows, or fewer."""
+    adder.rem_input_tokens += num_rows
+    if adder.rem_chunk_tokens is not None:
+        adder.rem_chunk_tokens += num_rows
+
+
+def close_batch(adder: PrefillAdder) -> None:
+    """Let nothing follow a request that was cut for want of budget; SGLang cuts one at a time.
+
+    With --schedule-policy shortest-prefill-first a request may be cut for the sake of others. These
+    follow, and SGLang itself sees to it that none of them is cut.
     """
-    if adder.new_chunked_req is None:
-        adder.rem_input_tokens += num_tokens
-        if adder.rem_chunk_tokens is not None:
-            adder.rem_chunk_tokens += num_tokens
+    if adder.rem_chunk_tokens is not None and getattr(adder, "chunked_req_limit", None) is None:
+        adder.rem_chunk_tokens = min(0, adder.rem_chunk_tokens)
+
+
+def verdict_now(adder: PrefillAdder) -> Verdict:
+    """Return SGLang's verdict for the request after those that were admitted."""
     return adder.budget_state()
 
 
@@ -55,15 +69,6 @@ def is_alone(adder: PrefillAdder) -> bool:
     """Tell whether nothing else holds memory that could come free: no batch, nothing decoding."""
     running = adder.running_batch
     return not adder.can_run_list and (running is None or running.is_empty())
-
-
-def is_cut_as_alone(req: Req, adder: PrefillAdder) -> bool:
-    """Tell whether SGLang would cut a request's prefill here where it cuts it on an idle server.
-
-    That is where it is the first of its batch, or the batch's chunk budget holds the rest of the
-    prompt. (Not so with --enable-mixed-chunk, where decoding requests take of that budget.)
-    """
-    return not adder.can_run_list or fits_whole(req, adder)
 
 
 def cut_by_budget_alone(adder: PrefillAdder) -> None:

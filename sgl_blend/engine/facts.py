@@ -25,7 +25,6 @@ class ServerFacts:
         tokenizer: The model's tokenizer, of transformers; None if the server has none.
         page_size: Tokens of a page of the tree.
         capacity: Tokens of the KV pool.
-        batch_tokens: Tokens that are prefilled in one batch.
         bos_token_id: What prompts of the model begin with; None if with nothing.
         architecture: The model's configuration, as a dict.
         identity: A text that differs where the bytes of KV have another meaning: the weights'
@@ -40,7 +39,6 @@ class ServerFacts:
     tokenizer: Any
     page_size: int
     capacity: int
-    batch_tokens: int
     bos_token_id: int | None
     architecture: dict[str, Any]
     identity: str
@@ -52,7 +50,6 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
     """Read a scheduler whose model is loaded."""
     args, config = scheduler.server_args, scheduler.model_config
     runner: ModelRunner = scheduler.tp_worker.model_runner
-    chunk = scheduler.chunked_prefill_size
     parts = (
         args.model_path,
         args.revision,
@@ -69,7 +66,6 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
         tokenizer=scheduler.tokenizer,
         page_size=scheduler.page_size,
         capacity=scheduler.max_total_num_tokens,
-        batch_tokens=int(scheduler.max_prefill_tokens if chunk is None else chunk),
         bos_token_id=getattr(config.hf_config, "bos_token_id", None),
         architecture=runner.model_config.hf_config.to_dict(),
         identity="\n".join(str(part) for part in parts),

@@ -108,6 +108,14 @@ class StepPlan:
         return early_rows(self.policy, self.ratio, remembered) + others
 
     @property
+    def num_entering(self) -> int:
+        """Rows that enter the first layer, and so the most rows that any layer computes."""
+        rows = self.stop - self.exact_stop
+        if POLICIES[self.policy].prefills_first:
+            return rows
+        return rows - (self.num_candidates - self.num_early)
+
+    @property
     def decides_early(self) -> bool:
         """Whether rows with a memory that are computed in the first layer are computed to the end."""
         remembered = self._num_remembered
@@ -182,3 +190,23 @@ class BlendPlan:
             policy=self.policy,
             ratio=self.ratio,
         )
+
+    def reach(self, start: int, stop: int, max_rows: int) -> int:
+        """Return how far a step from start may go, at most to stop.
+
+        At most max_rows rows of the step enter the first layer, or the step is no longer than that.
+        """
+        low, high = min(start + max_rows, stop), stop + 1
+        if self._num_entering(start, stop) <= max_rows:
+            return stop
+        while high - low > 1:  # a longer step never enters with fewer rows
+            middle = (low + high) // 2
+            if self._num_entering(start, middle) <= max_rows:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _num_entering(self, start: int, stop: int) -> int:
+        step = self.step(start, stop)
+        return stop - start if step is None else step.num_entering

@@ -56,9 +56,6 @@ _HELP = {
     "blend_attention": "Code that computes attention for the tokens that are computed again. "
     "triton and flashinfer need CUDA, torch runs everywhere. auto: the one that a trial at start "
     "finds fastest.",
-    "blend_refund_budget": "Do not charge reused tokens to the compute budget of a prefill "
-    "batch. More requests then share a batch, and up to twice as many rows pass the layers below "
-    "the check layer at once.",
     "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
     "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last "
     "comparisons, in nats. By Pinsker's inequality 0.5 lets at most half of the first token's "
@@ -88,7 +85,6 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_canary_max_kl: float = 0.5
     blend_when: str = "faster"
     blend_attention: str = "auto"
-    blend_refund_budget: bool = False
     blend_allow_untested: bool = False
 
     def __post_init__(self) -> None:
