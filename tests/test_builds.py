@@ -85,6 +85,24 @@ def test_a_key_keeps_its_place_until_it_is_removed() -> None:
     assert queue.first() == key("a", 1)
 
 
+def test_what_was_missed_last_comes_first_also_if_it_waits_already() -> None:
+    queue = BuildQueue(100, 10**6)
+    queue.add([key("a", i) for i in range(3)])
+    assert queue.first() == key("a", 2)
+    queue.add([key("a", 0)])
+    assert queue.first() == key("a", 0)
+    queue.remove(key("a", 0))
+    assert queue.first() == key("a", 2)
+
+
+def test_what_was_begun_is_finished_first() -> None:
+    queue = BuildQueue(3, 10**6)
+    queue.add([key("a", 0)])
+    queue.spend(key("a", 0))
+    queue.add([key("a", i) for i in range(1, 3)])
+    assert queue.first() == key("a", 0)
+
+
 def test_the_line_with_the_most_bytes_loses_its_oldest() -> None:
     bytes_each = 8 * (10 + 2)
     queue = BuildQueue(100, 4 * bytes_each)

@@ -2,12 +2,15 @@
 
 import logging
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
+
+from sgl_blend.engine.tree import match_prefix
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -94,6 +97,28 @@ def test_one_tenant_alone_has_the_cache_to_itself(start_engine: StartEngine) -> 
     assert hits == 0, "the oldest chunks were kept although nobody else needs protection"
 
 
+def _newest_that_are_lost(driver: Driver) -> list[int]:
+    """Use one chunk after the other, and return which of the last ten are not stored any more."""
+    driver.settle()
+    driver.flush()
+    for number in range(60):
+        driver.ask(ask_for([number], None, logprobs=False))
+        driver.settle()
+    salt = driver.chunk_salt()
+    tree = driver.scheduler.tree_cache
+    return [
+        number
+        for number in range(50, 60)
+        if len(match_prefix(tree, array("q", SYSTEM + CHUNKS[number]), salt=salt, extra_key=None))
+        < len(SYSTEM) + len(CHUNKS[number])
+    ]
+
+
+def test_protection_keeps_what_was_used_last(start_engine: StartEngine) -> None:
+    """To be protected is no use: chunks of long ago must not outlive those of now by it."""
+    assert start_engine(max_total_tokens=2000).call(_newest_that_are_lost) == []
+
+
 def _flood_of_salts(driver: Driver, count: int) -> tuple[list[int], int, int]:
     """Let a tenant reuse four chunks while somebody sends one request under each of many salts.
 
@@ -165,10 +190,6 @@ def _pending_of_the_quiet(driver: Driver) -> int:
     before = driver.runtime.builder.num_built
 
     def quiet_is_stored() -> bool:
-        from array import array
-
-        from sgl_blend.engine.tree import match_prefix
-
         path = array("q", [*SYSTEM, *CHUNKS[40]])
         match = match_prefix(driver.scheduler.tree_cache, path, salt=quiet, extra_key=None)
         return len(match) == len(path)
