@@ -2,8 +2,8 @@
 
 The clock counts the CPU time of the scheduler's thread, which other programs on the machine hardly
 stretch. Where the scheduler has nothing to do, it jumps: to the next request, or on by a moment while
-background work waits. What the small model takes is multiplied by STRETCH, so that a prompt takes some
-tenths of a second as a large model's does: background work keeps quiet for fixed times.
+background work waits. What the small model takes is multiplied, so that a prompt takes as long as with
+a large one: background work keeps quiet for fixed times, and would hardly get a turn else.
 """
 
 from __future__ import annotations
@@ -20,21 +20,25 @@ from harness import Driver, Prompt
 
 from benchmarks.novel_traffic import Request
 
-STRETCH = 5.0
 MOMENT_S = 0.005
 """How far the clock jumps while background work waits for a quiet moment."""
 NEW_TOKENS = 4
 
 
 class Clock:
-    """Seconds of the scheduler's thread; takes the place of the time module for background work."""
+    """Seconds of the scheduler's thread; takes the place of the time module for background work.
 
-    def __init__(self) -> None:
+    Args:
+        stretch: How many seconds a second of CPU time counts as.
+    """
+
+    def __init__(self, stretch: float) -> None:
+        self._stretch = stretch
         self._more_s = 0.0
 
     def monotonic(self) -> float:
         """Return the time."""
-        return STRETCH * time.thread_time() + self._more_s
+        return self._stretch * time.thread_time() + self._more_s
 
     def jump(self, seconds: float) -> None:
         """Let time pass in which nothing happens, or take time back that was not the scheduler's."""
@@ -88,14 +92,15 @@ class Session:
         driver: The scheduler.
         head: Tokens of the system prompt.
         distance_s: Mean distance of two requests, in seconds of the clock.
+        stretch: How many of its seconds a second of CPU time counts as.
     """
 
-    def __init__(self, driver: Driver, head: list[int], distance_s: float) -> None:
+    def __init__(self, driver: Driver, head: list[int], distance_s: float, stretch: float) -> None:
         self._driver = driver
         self._head = head
         self._distance_s = distance_s
         self._blends = hasattr(driver.scheduler, "sgl_blend")
-        self._clock = Clock()
+        self._clock = Clock(stretch)
         self._begun_s = self._clock.monotonic()
         self._open: list[_Open] = []
         self._asked: dict[str | None, dict[int, bytes]] = {}
@@ -214,11 +219,11 @@ class Session:
 # --- called in the worker -----------------------------------------------------------------------
 
 
-def begin(driver: Driver, head: list[int], distance_s: float) -> None:
+def begin(driver: Driver, head: list[int], distance_s: float, stretch: float) -> None:
     """Empty the cache and begin a configuration."""
     driver.settle()
     driver.flush()
-    driver.novel = Session(driver, head, distance_s)  # type: ignore[attr-defined]
+    driver.novel = Session(driver, head, distance_s, stretch)  # type: ignore[attr-defined]
 
 
 def serve(driver: Driver, requests: Sequence[Request]) -> tuple[list[Served], Use | None]:

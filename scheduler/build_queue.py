@@ -1,7 +1,9 @@
 """Chunks that wait to be built: what was missed last comes first, tenants in turns.
 
 While there is time for all of them, the order hardly matters. While there is not, what was missed last
-is the likeliest to be asked for again, and what waits longest would push it out of the cache.
+is the likeliest to be asked for again, and what waits longest would push it out of the cache. But a
+build prefix that was missed first is built first: it may be the beginning of another one, whose build
+would store it too, and then its KV would not come from a build of its own length.
 """
 
 from collections import OrderedDict
@@ -17,6 +19,7 @@ class _Line:
 
     Attributes:
         keys: Steps spent on each so far; what was missed last stands at the end.
+        groups: The same keys by build prefix, in the order of the groups' turns.
         begun: The key on which a step was spent last, until it is removed.
         since_s: When a key was first asked for since the last one that was removed, in seconds; None
             if none was.
@@ -24,6 +27,7 @@ class _Line:
     """
 
     keys: OrderedDict[ChunkKey, int] = field(default_factory=OrderedDict)
+    groups: OrderedDict[bytes, OrderedDict[ChunkKey, None]] = field(default_factory=OrderedDict)
     begun: ChunkKey | None = None
     since_s: float | None = None
     num_bytes: int = 0
@@ -31,14 +35,34 @@ class _Line:
     @property
     def first(self) -> ChunkKey:
         """Return the key to be built next: one that was begun is finished first."""
-        return next(reversed(self.keys)) if self.begun is None else self.begun
+        if self.begun is not None:
+            return self.begun
+        return next(reversed(next(iter(self.groups.values()))))
+
+    def put(self, key: ChunkKey) -> None:
+        """Make a key the one that was missed last."""
+        self.keys.setdefault(key, 0)
+        self.keys.move_to_end(key)
+        group = self.groups.setdefault(key.prefix, OrderedDict())
+        group[key] = None
+        group.move_to_end(key)
+
+    def drop(self, key: ChunkKey) -> None:
+        """Take a key out; with the first one the turn of its group ends."""
+        if key == self.first:
+            self.begun = self.since_s = None
+            self.groups.move_to_end(key.prefix)
+        del self.keys[key], self.groups[key.prefix][key]
+        if not self.groups[key.prefix]:
+            del self.groups[key.prefix]
 
 
 class BuildQueue:
     """A bounded queue of chunk keys, one line per namespace; owned by the scheduler thread.
 
-    In the line whose turn it is, the key that was missed last stands first, and it is finished before
-    another is begun. Each step passes the turn on. So a tenant that misses thousands of chunks delays
+    In the line whose turn it is, build prefixes take turns, in the order in which they were missed. Of
+    the one whose turn it is, the key that was missed last stands first. It is finished before another
+    is begun. Each step passes the turn on. So a tenant that misses thousands of chunks delays
     another's by one step each.
 
     Args:
@@ -70,13 +94,16 @@ class BuildQueue:
         return self._num_bytes
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
-        """Put keys before all others of their lines, the last one first; it may wait already."""
+        """Put keys before those that wait after their build prefix, the last one first.
+
+        They may wait already.
+        """
         for key in keys:
             line = self._lines.setdefault(key.salt, _Line())
-            if key in line.keys:
-                line.keys.move_to_end(key)
+            waits = key in line.keys
+            line.put(key)
+            if waits:
                 continue
-            line.keys[key] = 0
             self._count(line, 1, key)
             while self._size > 1 and self._is_over():
                 largest = max(self._lines.values(), key=lambda line: line.num_bytes)
@@ -116,9 +143,7 @@ class BuildQueue:
         if key not in self:
             return
         line = self._lines[key.salt]
-        if key == line.first:
-            line.begun = line.since_s = None
-        del line.keys[key]
+        line.drop(key)
         self._count(line, -1, key)
         if not line.keys:
             del self._lines[key.salt]

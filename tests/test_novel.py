@@ -63,8 +63,8 @@ def test_tenants_share_no_topic() -> None:
 
 
 def test_the_ideal_cache_evicts_what_was_used_longest_ago() -> None:
-    asked = [_ask(0, 1), _ask(2), _ask(0), _ask(3), _ask(0, 1)]
-    assert ideal_shares(asked, 30) == [0, 0, 1, 0, 0.5]
+    asked = [_ask(0, 1), _ask(2), _ask(0), _ask(3), _ask(0), _ask(1)]
+    assert ideal_shares(asked, 30) == [0, 0, 1, 0, 1, 0]
 
 
 def test_a_ratio_is_of_the_same_requests() -> None:
