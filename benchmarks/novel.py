@@ -225,7 +225,8 @@ def main() -> int:
             for tenants in args.tenants:
                 found = compare(running, library, head, args.requests, (tenants, pool))
                 found |= {"library_in_pools": size, "tenants": tenants, "pool_tokens": pool}
-                name = f"library {size:g}, tenants {tenants}"
+                name = f"library {size:g}, tenants {tenants}, requests {args.requests}"
+                name += ", slim" if args.slim else ""
                 found |= {"requests": args.requests, "slim": args.slim}
                 write(args.json, name, {**origin, **found})
                 kept.append(show(name, found))

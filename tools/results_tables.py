@@ -240,6 +240,7 @@ def novel() -> str:
             rows.append(
                 (
                     f"{name}, {mode}{' (slim)' if case['slim'] else ''}",
+                    f"{case['requests']:,}",
                     f"{case['ideal']['second_half']:.3f}",
                     f"{told['second_half']:.3f}",
                     _with_interval(told["of_ideal"]),
@@ -247,11 +248,10 @@ def novel() -> str:
                     f"{told['pool'][-1]['chunks']:.2f}" if told["pool"] else "",
                 )
             )
-    requests = {case["requests"] for case in found["cases"].values()}
-    counts = " or ".join(map(str, sorted(requests)))
-    told_of = f"{counts} requests a row; figures are of the second half.\n\n"
+    told_of = "Figures are of the second half of the requests.\n\n"
     header = (
         "library, server",
+        "requests",
         "ideal share",
         "share found",
         "of the ideal",
