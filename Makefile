@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match clean
+.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel clean
 
 setup: $(READY)
 
@@ -89,6 +89,11 @@ MATCH_ARGS ?=
 
 match: $(READY)
 	PYTHONPATH=tests $(PY) -m benchmarks.match $(MATCH_ARGS)
+
+NOVEL_ARGS ?=
+
+novel: $(READY)
+	PYTHONPATH=tests $(PY) -m benchmarks.novel $(NOVEL_ARGS)
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,40 +3,57 @@
 Passages are cut from the documentation of Python's modules. A request draws a topic (a module) by
 Zipf's law, four passages of it and one of another topic, in a new order, and asks a new question. The
 library is several times as large as the KV pool, and the pool holds 20 prompts. Requests arrive at
-Poisson times, the same for every server. Servers run one after the other:
+Poisson times, the same for every server, so that stock computes for LOAD of the time:
 
     stock       plain SGLang
-    blend       --enable-blend on default settings
+    blend       --enable-blend --blend-when always --blend-check-layer 1
     build       the same with --blend-on-miss build
 
-Measured per tenth of the requests: which share of the passages' tokens was found (reused, recomputed or
-copied as exact KV), and the TTFT. Beside it stands an ideal cache: LRU over whole passages, as large as
-the pool, which holds nothing else and stores a passage at once.
+The servers serve the same slice of the requests in turns. Measured per slice: which share of the
+passages' tokens was found (reused, recomputed or copied as exact KV, and stored before the request
+came), the TTFT, and what occupies the pool. Beside it stands an ideal cache: LRU over whole passages,
+as large as the pool, which holds nothing else and stores a passage at once.
 
-    .venv/bin/python -m benchmarks.novel --library 5.5 --json benchmarks/results/novel.json
+    make novel NOVEL_ARGS="--json benchmarks/results/novel.json"
 
-Exit status 1 if the blending server finds less than 0.9 of what the ideal cache finds in the second
-half, or its median TTFT there is above stock's.
+The engines are SGLang's scheduler, pool and model, which tests step by hand: `make novel` puts tests/
+on the path. What the time is, benchmarks/novel_engine.py says. Each configuration is written as it
+ends, beside those that the file holds already.
+
+Exit status 1 if blending finds less than 0.9 of what the ideal cache finds in the second half, or its
+median TTFT there is above stock's.
 """
 
+from __future__ import annotations
+
 import argparse
-import asyncio
 import json
-import random
 import statistics
 import sys
-import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
+import numpy as np
+from harness import Engine
 
-from examples.demo.material import SYSTEM, Recipe, cut, prepare, render, tokens_of
+from benchmarks import novel_engine
+from benchmarks.novel_engine import Served, Use
+from benchmarks.novel_traffic import (
+    PASSAGE_TOKENS,
+    PASSAGES,
+    QUESTION_TOKENS,
+    Passage,
+    draw_requests,
+    ideal_shares,
+    make_library,
+    ratio_of,
+)
+from examples.demo.material import SYSTEM, Recipe, prepare
+from sgl_blend.commands.common.bootstrap import mean_interval
 from sgl_blend.commands.common.records import origin_of_script
-from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running
 
 ROOT = Path(__file__).parents[1]
 BAR = 0.9
@@ -47,242 +64,173 @@ RECIPE = Recipe(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-PASSAGES, OF_TOPIC = 5, 4
-LEAST_OF_TOPIC = 6
+SLIM = replace(
+    RECIPE, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2
+)
 POOL_PROMPTS = 20
-MODES = {
-    "stock": (),
-    "blend": ("--enable-blend",),
-    "build": ("--enable-blend", "--blend-on-miss", "build"),
-}
-BINS = 10
+SLICES = 10
 LOAD = 0.5
 """Share of the time for which stock computes prompts."""
+PROMPT_S = 0.3
+"""How long stock takes for a prompt of which it finds nothing, by the clock of the benchmark."""
+BLEND = {"enable_blend": True, "blend_check_layer": 1, "blend_when": "always"}
+MODES: dict[str, dict[str, Any]] = {
+    "stock": {"enable_blend": None},
+    "blend": BLEND,
+    "build": {**BLEND, "blend_on_miss": "build"},
+}
+LIBRARIES, TENANTS = (2.0, 5.5, 8.0), (1, 3)
 
 
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """A piece of the library."""
-
-    number: int
-    topic: int
-    tokens: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request.
-
-    Attributes:
-        at_s: When it is sent.
-        tenant: Its salt; None with one tenant.
-        passages: In the order of the prompt.
-        question: Tokens after them.
-    """
-
-    at_s: float
-    tenant: str | None
-    passages: tuple[Passage, ...]
-    question: list[int]
+@contextmanager
+def engines(model: Path, pool: int) -> Iterator[dict[str, Engine]]:
+    """Start one engine of each mode."""
+    started: dict[str, Engine] = {}
+    try:
+        for mode, settings in MODES.items():
+            started[mode] = Engine(model, **settings, max_total_tokens=pool, max_running_requests=8)
+            print(f"{mode} started", flush=True)
+        yield started
+    finally:
+        for engine in started.values():
+            engine.close()
 
 
-def make_library(tokenizer: Any, num_tokens: int) -> list[Passage]:
-    """Cut passages from the documentation of modules until there are so many tokens of them.
-
-    Raises:
-        ValueError: The modules have not so much text.
-    """
-    passages: list[Passage] = []
-    total = topic = 0
-    for name in sorted(sys.stdlib_module_names):
-        if name.startswith("_") or name in ("antigravity", "this", "idlelib", "test"):
-            continue
-        try:
-            pieces = list(cut(render(name), tokenizer))
-        except ImportError:  # of another platform
-            continue
-        if len(pieces) < LEAST_OF_TOPIC:
-            continue
-        for piece in pieces[:24]:
-            tokens = tokens_of(tokenizer, piece)
-            passages.append(Passage(len(passages), topic, tokens))
-            total += len(tokens)
-        topic += 1
-        if total >= num_tokens:
-            return passages
-    raise ValueError(f"the library needs {num_tokens} tokens, the modules have {total}")
+def time_alone(stock: Engine, library: Sequence[Passage], head: list[int]) -> float:
+    """Return the CPU seconds of a request that is served alone and finds nothing."""
+    requests = draw_requests(library, 30, 1)
+    stock.call(novel_engine.begin, head, 100.0, 1.0)
+    served, _ = stock.call(novel_engine.serve, requests)
+    return float(np.median([one.ttft_s for one in served[10:]]))
 
 
-def make_requests(
-    library: Sequence[Passage], count: int, rate: float, tenants: int
-) -> list[Request]:
-    """Draw requests; topics by Zipf's law, each tenant's among its own."""
-    draw = random.Random(f"novel/{count}/{tenants}")
-    by_topic: dict[int, list[Passage]] = {}
-    for passage in library:
-        by_topic.setdefault(passage.topic, []).append(passage)
-    topics = list(by_topic)
-    draw.shuffle(topics)
-    vocabulary = range(100, 4000)
-    at_s, requests = 0.0, []
-    for number in range(count):
-        at_s += draw.expovariate(rate)
-        tenant = number % tenants
-        own = topics[tenant::tenants]
-        weights = [1 / (rank + 1) for rank in range(len(own))]
-        topic, other = draw.choices(own, weights, k=2)
-        chosen = draw.sample(by_topic[topic], OF_TOPIC)
-        rest = [one for one in by_topic[other] if one not in chosen]
-        chosen += draw.sample(rest, PASSAGES - OF_TOPIC)
-        draw.shuffle(chosen)
-        question = draw.choices(vocabulary, k=30)
-        salt = f"tenant-{tenant}" if tenants > 1 else None
-        requests.append(Request(at_s, salt, tuple(chosen), question))
-    return requests
+def compare(
+    running: dict[str, Engine],
+    library: Sequence[Passage],
+    head: list[int],
+    num_requests: int,
+    case: tuple[int, int],
+) -> dict[str, Any]:
+    """Measure one configuration: tenants, and tokens of the pool."""
+    tenants, pool = case
+    alone_s = time_alone(running["stock"], library, head)
+    requests = draw_requests(library, num_requests, tenants)
+    for engine in running.values():
+        engine.call(novel_engine.begin, head, PROMPT_S / LOAD, PROMPT_S / alone_s)
+    served: dict[str, list[Served]] = {mode: [] for mode in running}
+    uses: dict[str, list[Use]] = {mode: [] for mode in running}
+    size = -(-len(requests) // SLICES)
+    for begin in range(0, len(requests), size):
+        for mode, engine in running.items():
+            part, use = engine.call(novel_engine.serve, requests[begin : begin + size])
+            served[mode] += part
+            uses[mode] += [] if use is None else [use]
+    ideal = ideal_shares(requests, pool)
+    return {
+        "passages": len(library),
+        "cpu_s_of_a_prompt": alone_s,
+        "ideal": {"share": by_slice(ideal, size), "second_half": half_mean(ideal)},
+        "found": {
+            mode: {
+                **figures(served[mode], served["stock"], ideal, size),
+                "pool": [asdict(use) for use in uses[mode]],
+                "totals": None if mode == "stock" else engine.call(novel_engine.totals),
+            }
+            for mode, engine in running.items()
+        },
+    }
 
 
-def ideal_shares(requests: Sequence[Request], capacity: int) -> list[float]:
-    """Return per request which share of its passages' tokens an LRU of passages alone holds."""
-    held: OrderedDict[int, int] = OrderedDict()
-    shares = []
-    for request in requests:
-        found = sum(len(one.tokens) for one in request.passages if one.number in held)
-        shares.append(found / sum(len(one.tokens) for one in request.passages))
-        for one in request.passages:
-            held[one.number] = len(one.tokens)
-            held.move_to_end(one.number)
-        while sum(held.values()) > capacity:
-            held.popitem(last=False)
-    return shares
+def figures(
+    served: Sequence[Served], stock: Sequence[Served], ideal: Sequence[float], size: int
+) -> dict[str, Any]:
+    """Return shares and times of one server, the second half beside stock's and the ideal's."""
+    half = len(served) // 2
+    shares, times = [one.share for one in served], [one.ttft_s for one in served]
+    others = [one.ttft_s for one in stock]
+    of_ideal = ratio_of(shares[half:], ideal[half:], np.mean)
+    return {
+        "share": by_slice(shares, size),
+        "second_half": half_mean(shares),
+        "second_half_ci95": mean_interval(shares[half:], seed=0),
+        "of_ideal": asdict(of_ideal),
+        "ttft_p50_s": [statistics.median(times[i : i + size]) for i in range(0, len(times), size)],
+        "ttft_second_half_s": statistics.median(times[half:]),
+        "ttft_of_stock": asdict(ratio_of(times[half:], others[half:], np.median)),
+        "ttft_of_stock_mean": asdict(ratio_of(times[half:], others[half:], np.mean)),
+    }
 
 
-async def _send(
-    client: httpx.AsyncClient, request: Request, head: list[int], start_s: float, blends: bool
-) -> tuple[float, float]:
-    """Send a request at its time; return its TTFT and the share of passages' tokens found."""
-    ids, spans = list(head), []
-    for one in request.passages:
-        spans += [len(ids), len(ids) + len(one.tokens)]
-        ids += one.tokens
-    sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": ids + request.question, "sampling_params": sampling}
-    if blends:
-        sampling["custom_params"] = {"sgl_blend_spans": spans}
-    if request.tenant is not None:
-        body["cache_salt"] = request.tenant
-    await asyncio.sleep(max(0.0, start_s + request.at_s - time.perf_counter()))
-    sent, first, last = time.perf_counter(), None, ""
-    async with client.stream("POST", "/generate", json={**body, "stream": True}) as response:
-        response.raise_for_status()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                first = first or time.perf_counter() - sent
-                last = line
-    assert first is not None, "the server sent no token"
-    meta = json.loads(last.removeprefix("data: "))["meta_info"]
-    num_tokens = len(ids) - len(head)
-    if blends:
-        computed = meta["sgl_blend"][0]["computed_tokens"]
-    else:
-        computed = len(ids) + len(request.question) - meta["cached_tokens"]
-    return first, 1 - max(0, computed - len(request.question)) / num_tokens
+def by_slice(values: Sequence[float], size: int) -> list[float]:
+    """Return the mean of each slice."""
+    return [statistics.mean(values[i : i + size]) for i in range(0, len(values), size)]
 
 
-async def run(
-    server: Server, requests: Sequence[Request], head: list[int], *, blends: bool
-) -> list[tuple[float, float]]:
-    """Send all requests; return TTFT and share of each."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=server.url, timeout=600, trust_env=False, limits=limits
-    ) as client:
-        start_s = time.perf_counter() + 1.0
-        sending = (_send(client, one, head, start_s, blends) for one in requests)
-        return list(await asyncio.gather(*sending))
+def half_mean(values: Sequence[float]) -> float:
+    """Return the mean of the second half."""
+    return statistics.mean(values[len(values) // 2 :])
 
 
-async def time_alone(server: Server, library: Sequence[Passage], head: list[int]) -> float:
-    """Return how long a request takes that is served alone and finds nothing, in seconds."""
-    times = []
-    for request in make_requests(library, 8, 1.0, 1):
-        alone = replace(request, at_s=0.0)
-        times.append((await run(server, [alone], head, blends=False))[0][0])
-    return statistics.median(times)
+def write(path: Path, name: str, case: dict[str, Any]) -> None:
+    """Add a configuration to the file."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    record |= {key: case.pop(key) for key in ("command", "date", "versions", "commit", "machine")}
+    record |= {"load": LOAD, "prompt_s": PROMPT_S}
+    record.setdefault("cases", {})[name] = case
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def by_time(values: Sequence[float], how: Any) -> list[float]:
-    """Return a figure of each tenth of the values."""
-    size = -(-len(values) // BINS)
-    return [how(values[i : i + size]) for i in range(0, len(values), size)]
+def show(name: str, found: dict[str, Any]) -> bool:
+    """Print a configuration; return whether the blending server is within its bounds."""
+    ideal, servers = found["ideal"]["second_half"], found["found"]
+    print(f"{name}: {found['passages']} passages, ideal {ideal:.3f}")
+    for mode, told in servers.items():
+        share, ttft = told["of_ideal"], told["ttft_of_stock"]
+        print(
+            f"  {mode:6} finds {told['second_half']:.3f}, of the ideal {share['value']:.3f} "
+            f"[{share['low']:.3f}, {share['high']:.3f}]; TTFT {told['ttft_second_half_s']:.3f} s, of "
+            f"stock's {ttft['value']:.3f} [{ttft['low']:.3f}, {ttft['high']:.3f}]",
+            flush=True,
+        )
+    blend = servers.get("blend")
+    return blend is None or (
+        blend["of_ideal"]["value"] >= BAR and blend["ttft_of_stock"]["value"] <= 1
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--library", type=float, default=5.5, help="in KV pools")
-    parser.add_argument("--tenants", type=int, default=1)
+    parser.add_argument("--libraries", nargs="+", type=float, default=LIBRARIES, help="in KV pools")
+    parser.add_argument("--tenants", nargs="+", type=int, default=TENANTS)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument(
-        "--rate", type=float, help="requests per second; by default half of what stock can serve"
+        "--slim",
+        action="store_true",
+        help="a sixth of the work: shares are measured, and TTFT says nothing of a real model",
     )
-    parser.add_argument("--modes", default="stock,blend,build")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "novel.json")
     args = parser.parse_args()
     from transformers import PreTrainedTokenizerFast
 
-    material = prepare(ROOT / "build" / "novel", RECIPE, print)
+    name, recipe = ("novel-slim", SLIM) if args.slim else ("novel", RECIPE)
+    material = prepare(ROOT / "build" / name, recipe, print)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(material.model)
     head = tokenizer.encode(SYSTEM)
-    pool = POOL_PROMPTS * (len(head) + PASSAGES * 360 + 30)
-    library = make_library(tokenizer, round(args.library * pool))
-    rate = args.rate
-    if rate is None:
-        flags = ["--max-total-tokens", str(pool)]
-        log = ROOT / "build" / "novel-rate.log"
-        with running(material.model, flags, log, environment=KEEP_MEMORY) as server:
-            rate = LOAD / asyncio.run(time_alone(server, library, head))
-    requests = make_requests(library, args.requests, rate, args.tenants)
-    half = len(requests) // 2
-    ideal = ideal_shares(requests, pool)
-    found: dict[str, Any] = {
-        "ideal": {
-            "share": by_time(ideal, statistics.mean),
-            "second_half": statistics.mean(ideal[half:]),
-        }
-    }
-    print(f"{len(library)} passages, pool of {pool} tokens, ideal {found['ideal']}", flush=True)
-    for mode in args.modes.split(","):
-        flags = [*MODES[mode], "--max-total-tokens", str(pool)]
-        log = ROOT / "build" / f"novel-{mode}.log"
-        with running(material.model, flags, log, environment=KEEP_MEMORY) as server:
-            results = asyncio.run(run(server, requests, head, blends=mode != "stock"))
-        times, shares = [t for t, _ in results], [s for _, s in results]
-        found[mode] = {
-            "share": by_time(shares, statistics.mean),
-            "second_half": statistics.mean(shares[half:]),
-            "ttft_p50_s": by_time(times, statistics.median),
-            "ttft_second_half_s": statistics.median(times[half:]),
-        }
-        print(mode, json.dumps(found[mode]), flush=True)
-    record = {
-        **origin_of_script(),
-        "library_in_pools": args.library,
-        "pool_tokens": pool,
-        "passages": len(library),
-        "tenants": args.tenants,
-        "requests": args.requests,
-        "rate": rate,
-    }
-    known = json.loads(args.json.read_text()) if args.json.exists() else {}
-    known[f"library {args.library:g}, tenants {args.tenants}"] = {**record, "found": found}
-    args.json.write_text(json.dumps(known, indent=1) + "\n")
-    if "blend" not in found:
-        return 0
-    share = found["blend"]["second_half"] / found["ideal"]["second_half"]
-    print(f"blend finds {share:.3f} of what the ideal cache finds")
-    slower = "stock" in found and (
-        found["blend"]["ttft_second_half_s"] > found["stock"]["ttft_second_half_s"]
-    )
-    return int(share < BAR or slower)
+    pool = POOL_PROMPTS * (len(head) + PASSAGES * PASSAGE_TOKENS + QUESTION_TOKENS)
+    origin = origin_of_script()
+    kept = []
+    with engines(material.model, pool) as running:
+        for size in args.libraries:
+            library = make_library(tokenizer, round(size * pool))
+            for tenants in args.tenants:
+                found = compare(running, library, head, args.requests, (tenants, pool))
+                found |= {"library_in_pools": size, "tenants": tenants, "pool_tokens": pool}
+                name = f"library {size:g}, tenants {tenants}, requests {args.requests}"
+                name += ", slim" if args.slim else ""
+                found |= {"requests": args.requests, "slim": args.slim}
+                write(args.json, name, {**origin, **found})
+                kept.append(show(name, found))
+    return int(not all(kept))
 
 
 if __name__ == "__main__":

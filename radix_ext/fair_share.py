@@ -30,7 +30,9 @@ class _Tenant:
     """Chunks of one namespace that are protected, least recently used first.
 
     Attributes:
-        chunks: Per chunk its tokens and how much had been evicted when it was last used.
+        chunks: Tokens of each chunk.
+        told: How much had been evicted when the tree was last told of each chunk, by a use or by us;
+            longest ago first.
         tokens: Their tokens together, and those of the build prefixes they are stored after.
         prefixes: Build prefixes, each held once: the bytes and how many chunks are after it.
         last_use: How much had been admitted at the tenant's last request.
@@ -38,7 +40,8 @@ class _Tenant:
         epoch: How often the pool had been admitted when it was halved last.
     """
 
-    chunks: OrderedDict[ChunkKey, tuple[int, int]] = field(default_factory=OrderedDict)
+    chunks: OrderedDict[ChunkKey, int] = field(default_factory=OrderedDict)
+    told: OrderedDict[ChunkKey, int] = field(default_factory=OrderedDict)
     tokens: int = 0
     prefixes: dict[bytes, tuple[bytes, int]] = field(default_factory=dict)
     last_use: int = 0
@@ -48,22 +51,29 @@ class _Tenant:
     def put(self, key: ChunkKey, evicted: int) -> None:
         """Make a chunk the most recently used one."""
         if key in self.chunks:
-            self.chunks[key] = key.length, evicted
             self.chunks.move_to_end(key)
+            self.tell(key, evicted)
             return
         prefix, count = self.prefixes.get(key.prefix, (key.prefix, 0))
         self.prefixes[prefix] = prefix, count + 1
         if prefix is not key.prefix:
             key = ChunkKey(key.salt, key.extra_key, prefix, key.tokens)
-        self.chunks[key] = key.length, evicted
+        self.chunks[key] = key.length
+        self.tell(key, evicted)
         self.tokens += key.length + (0 if count else key.prefix_length)
+
+    def tell(self, key: ChunkKey, evicted: int) -> None:
+        """Note that the tree is told of a chunk; it is used no more recently by that."""
+        self.told[key] = evicted
+        self.told.move_to_end(key)
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a chunk, and its build prefix with the last chunk after it."""
-        known = self.chunks.pop(key, None)
-        if known is None:
+        length = self.chunks.pop(key, None)
+        if length is None:
             return
-        self.tokens -= known[0]
+        del self.told[key]
+        self.tokens -= length
         prefix, count = self.prefixes[key.prefix]
         if count > 1:
             self.prefixes[prefix] = prefix, count - 1
@@ -237,16 +247,15 @@ class FairShare:
         self._others_tokens = sum(tenant.tokens for tenant in self._others.values())
 
     def _refresh(self, tenant: _Tenant, horizon: int) -> None:
-        while tenant.chunks:
-            key, (tokens, used_at) = next(iter(tenant.chunks.items()))
-            if self._evicted - used_at < horizon:
+        while tenant.told:
+            key, told_at = next(iter(tenant.told.items()))
+            if self._evicted - told_at < horizon:
                 return
             if not self._store.is_complete(key):
                 tenant.drop(key)
                 continue
-            tenant.chunks[key] = (tokens, self._evicted)
-            tenant.chunks.move_to_end(key)
-            if next(iter(tenant.chunks.values()))[1] == self._evicted:
+            tenant.tell(key, self._evicted)
+            if next(iter(tenant.told.values())) == self._evicted:
                 return  # all of them are refreshed
 
     def _forget_idle(self) -> None:

@@ -1,4 +1,10 @@
-"""Chunks that wait to be built: in the order in which they were missed, tenants in turns."""
+"""Chunks that wait to be built: what was missed last comes first, tenants in turns.
+
+While there is time for all of them, the order hardly matters. While there is not, what was missed last
+is the likeliest to be asked for again, and what waits longest would push it out of the cache. But a
+build prefix that was missed first is built first: it may be the beginning of another one, whose build
+would store it too, and then its KV would not come from a build of its own length.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -8,31 +14,56 @@ from sgl_blend.radix_ext.chunk_store import ChunkKey
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """What is known of one key.
+class _Line:
+    """The keys of one namespace.
 
     Attributes:
-        since_s: When it was first asked for, in seconds; None if it never was.
-        steps: Steps spent on it so far.
+        keys: Steps spent on each so far; what was missed last stands at the end.
+        groups: The same keys by build prefix, in the order of the groups' turns.
+        begun: The key on which a step was spent last, until it is removed.
+        since_s: When a key was first asked for since the last one that was removed, in seconds; None
+            if none was.
+        num_bytes: Bytes of the keys together.
     """
 
+    keys: OrderedDict[ChunkKey, int] = field(default_factory=OrderedDict)
+    groups: OrderedDict[bytes, OrderedDict[ChunkKey, None]] = field(default_factory=OrderedDict)
+    begun: ChunkKey | None = None
     since_s: float | None = None
-    steps: int = 0
-
-
-@dataclass(slots=True)
-class _Line:
-    """The keys of one namespace, oldest first, and their bytes together."""
-
-    keys: OrderedDict[ChunkKey, _Waiting] = field(default_factory=OrderedDict)
     num_bytes: int = 0
+
+    @property
+    def first(self) -> ChunkKey:
+        """Return the key to be built next: one that was begun is finished first."""
+        if self.begun is not None:
+            return self.begun
+        return next(reversed(next(iter(self.groups.values()))))
+
+    def put(self, key: ChunkKey) -> None:
+        """Make a key the one that was missed last."""
+        self.keys.setdefault(key, 0)
+        self.keys.move_to_end(key)
+        group = self.groups.setdefault(key.prefix, OrderedDict())
+        group[key] = None
+        group.move_to_end(key)
+
+    def drop(self, key: ChunkKey) -> None:
+        """Take a key out; with the first one the turn of its group ends."""
+        if key == self.first:
+            self.begun = self.since_s = None
+            self.groups.move_to_end(key.prefix)
+        del self.keys[key], self.groups[key.prefix][key]
+        if not self.groups[key.prefix]:
+            del self.groups[key.prefix]
 
 
 class BuildQueue:
     """A bounded queue of chunk keys, one line per namespace; owned by the scheduler thread.
 
-    The head of the line whose turn it is stands first, and each step spent on it passes the turn on.
-    So a tenant that misses thousands of chunks delays another's by one step each.
+    In the line whose turn it is, build prefixes take turns, in the order in which they were missed. Of
+    the one whose turn it is, the key that was missed last stands first. It is finished before another
+    is begun. Each step passes the turn on. So a tenant that misses thousands of chunks delays
+    another's by one step each.
 
     Args:
         max_keys: Most keys held; beyond it the line with the most bytes loses its oldest.
@@ -63,12 +94,16 @@ class BuildQueue:
         return self._num_bytes
 
     def add(self, keys: Iterable[ChunkKey]) -> None:
-        """Put keys at the end of their lines; one that waits already keeps its place."""
+        """Put keys before those that wait after their build prefix, the last one first.
+
+        They may wait already.
+        """
         for key in keys:
-            if key in self:
-                continue
             line = self._lines.setdefault(key.salt, _Line())
-            line.keys[key] = _Waiting()
+            waits = key in line.keys
+            line.put(key)
+            if waits:
+                continue
             self._count(line, 1, key)
             while self._size > 1 and self._is_over():
                 largest = max(self._lines.values(), key=lambda line: line.num_bytes)
@@ -77,29 +112,38 @@ class BuildQueue:
     def first(self) -> ChunkKey | None:
         """Return the key whose turn it is, or None."""
         for line in self._lines.values():
-            return next(iter(line.keys))
+            return line.first
         return None
 
     def since_s(self, key: ChunkKey, now_s: float) -> float:
-        """Return since when a key could have been built: since this was first asked, in seconds."""
-        waiting = self._lines[key.salt].keys[key]
-        if waiting.since_s is None:
-            waiting.since_s = now_s
-        return waiting.since_s
+        """Return since when a first key could have been built: since it or one before it was asked for.
+
+        Args:
+            key: The key that first() returned.
+            now_s: The clock.
+
+        Returns:
+            Seconds of the clock. It counts anew when the first key is removed.
+        """
+        line = self._lines[key.salt]
+        if line.since_s is None:
+            line.since_s = now_s
+        return line.since_s
 
     def spend(self, key: ChunkKey) -> int:
         """Count a step spent on a key and pass the turn on; return how many it has had."""
-        waiting = self._lines[key.salt].keys[key]
-        waiting.steps += 1
+        line = self._lines[key.salt]
+        line.keys[key] += 1
+        line.begun = key
         self._lines.move_to_end(key.salt)
-        return waiting.steps
+        return line.keys[key]
 
     def remove(self, key: ChunkKey) -> None:
         """Take a key out; harmless if it does not wait."""
         if key not in self:
             return
         line = self._lines[key.salt]
-        del line.keys[key]
+        line.drop(key)
         self._count(line, -1, key)
         if not line.keys:
             del self._lines[key.salt]

@@ -63,8 +63,6 @@ from sgl_blend.scheduler.rounds import QUIET_S, Round
 logger = logging.getLogger(__name__)
 
 _MAX_PENDING = 4096
-_MAX_PENDING_POOLS = 2
-"""Pending chunks hold at most as many tokens as so many KV pools: more would evict each other."""
 _BACKGROUND_STEP_TOKENS = 256
 _FOREGROUND_STEP_TOKENS = 2048
 """No request that arrives meanwhile waits for more than one such step; short ones cost more launches,
@@ -125,8 +123,8 @@ class ChunkBuilder:
         self._on_built = on_built
         self._store = store
         self._capacity = pool_capacity(scheduler)
-        bytes_per_pool = self._capacity * TOKEN_BYTES
-        self._pending = BuildQueue(_MAX_PENDING, _MAX_PENDING_POOLS * bytes_per_pool)
+        # More tokens than the pool holds would evict each other.
+        self._pending = BuildQueue(_MAX_PENDING, self._capacity * TOKEN_BYTES)
         self._steps = steps
         self._budget = BuildBudget()
         self._gap_until_s = 0.0
@@ -181,15 +179,14 @@ class ChunkBuilder:
     # --- background builds ---
 
     def enqueue(self, keys: Iterable[ChunkKey]) -> None:
-        """Build chunks in the background, oldest first, tenants in turns."""
+        """Build chunks in the background before those that wait already, tenants in turns."""
         new = []
         for key in keys:
             if key.prefix_length + key.length >= self._capacity:
                 self._pending.num_forgotten += 1
-            elif key not in self._in_flight and key not in self._pending:
+            elif key not in self._in_flight:
                 new.append(key)
-        if new:
-            self._pending.add(new)
+        self._pending.add(reversed(new))
 
     def forget(self) -> None:
         """Drop all pending builds."""

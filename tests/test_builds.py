@@ -1,6 +1,7 @@
 """The order and the budget of background builds: no engine is needed for either."""
 
 from array import array
+from dataclasses import replace
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.build_budget import BuildBudget
@@ -83,6 +84,36 @@ def test_a_key_keeps_its_place_until_it_is_removed() -> None:
     assert queue.since_s(key("a", 0), 5.0) == 1.0
     queue.remove(key("a", 0))
     assert queue.first() == key("a", 1)
+
+
+def test_what_was_missed_last_comes_first_also_if_it_waits_already() -> None:
+    queue = BuildQueue(100, 10**6)
+    queue.add([key("a", i) for i in range(3)])
+    assert queue.first() == key("a", 2)
+    queue.add([key("a", 0)])
+    assert queue.first() == key("a", 0)
+    queue.remove(key("a", 0))
+    assert queue.first() == key("a", 2)
+
+
+def test_build_prefixes_take_turns_in_the_order_in_which_they_were_missed() -> None:
+    queue = BuildQueue(100, 10**6)
+    short, long = array("q", [1]).tobytes(), array("q", [1, 2]).tobytes()
+    keys = [replace(key("a", i), prefix=short if i < 3 else long) for i in range(5)]
+    queue.add(keys)
+    order = []
+    while (first := queue.first()) is not None:
+        order.append(keys.index(first))
+        queue.remove(first)
+    assert order == [2, 4, 1, 3, 0]
+
+
+def test_what_was_begun_is_finished_first() -> None:
+    queue = BuildQueue(3, 10**6)
+    queue.add([key("a", 0)])
+    queue.spend(key("a", 0))
+    queue.add([key("a", i) for i in range(1, 3)])
+    assert queue.first() == key("a", 0)
 
 
 def test_the_line_with_the_most_bytes_loses_its_oldest() -> None:

@@ -136,6 +136,19 @@ def test_a_build_prefix_is_held_once_and_counts() -> None:
     assert held_tokens <= CAPACITY * 9 // 8
 
 
+def test_to_be_protected_is_no_use() -> None:
+    shares, store = make()
+    fits = CAPACITY // CHUNK
+    for number in range(fits):  # of which three quarters may be protected
+        shares.built(chunk("tenant", number))
+        shares.before_evict(CHUNK)
+    (tenant,) = shares._tenants()
+    assert len(store.refreshed) > fits // 8, "nothing had to be protected"
+    kept = [key.tokens for key in tenant.chunks]
+    first = fits - len(kept)
+    assert kept == [chunk("tenant", number).tokens for number in range(first, fits)]
+
+
 def test_equal_histories_decide_alike() -> None:
     """Every tensor-parallel rank keeps its own shares: no clock but the tokens admitted."""
     seen = []

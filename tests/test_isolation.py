@@ -2,12 +2,15 @@
 
 import logging
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
+
+from sgl_blend.engine.tree import match_prefix
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -94,6 +97,26 @@ def test_one_tenant_alone_has_the_cache_to_itself(start_engine: StartEngine) -> 
     assert hits == 0, "the oldest chunks were kept although nobody else needs protection"
 
 
+def _stored_after_sixty(driver: Driver) -> list[int]:
+    """Use sixty chunks one after the other, and return which are still stored."""
+    driver.settle()
+    driver.flush()
+    for number in range(60):
+        driver.ask(ask_for([number], None, logprobs=False))
+        driver.settle()
+    salt, tree = driver.chunk_salt(), driver.scheduler.tree_cache
+    paths = [array("q", SYSTEM + chunk) for chunk in CHUNKS]
+    found = [match_prefix(tree, path, salt=salt, extra_key=None) for path in paths]
+    return [i for i, path in enumerate(paths) if len(found[i]) == len(path)]
+
+
+def test_protection_keeps_what_was_used_last(start_engine: StartEngine) -> None:
+    """To be protected is no use: a chunk of long ago must not outlive those of now by it."""
+    stored = start_engine(max_total_tokens=1200).call(_stored_after_sixty)
+    assert len(stored) >= 10
+    assert stored[0] >= 60 - 1200 // 80, "the pool has no room for what was used since"
+
+
 def _flood_of_salts(driver: Driver, count: int) -> tuple[list[int], int, int]:
     """Let a tenant reuse four chunks while somebody sends one request under each of many salts.
 
@@ -165,10 +188,6 @@ def _pending_of_the_quiet(driver: Driver) -> int:
     before = driver.runtime.builder.num_built
 
     def quiet_is_stored() -> bool:
-        from array import array
-
-        from sgl_blend.engine.tree import match_prefix
-
         path = array("q", [*SYSTEM, *CHUNKS[40]])
         match = match_prefix(driver.scheduler.tree_cache, path, salt=quiet, extra_key=None)
         return len(match) == len(path)

@@ -4,6 +4,7 @@ Every test ends in Driver.settle: SGLang's own strict memory check runs at idle 
 """
 
 import time
+from array import array
 from collections import deque
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from eight_chunks import CHUNKS, QUESTION, SYSTEM, rag
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
+
+from sgl_blend.radix_ext.chunk_store import ChunkKey
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -54,6 +57,30 @@ def _builds_under_load(driver: Driver) -> int:
 def test_background_builds_are_not_starved_by_a_full_queue(start_engine: StartEngine) -> None:
     # In a small pool the load evicts what a build left before the build is given its next step.
     assert start_engine(max_total_tokens=60_000).call(_builds_under_load) == 2
+
+
+def _order_of_builds(driver: Driver) -> list[int]:
+    """Miss three chunks, then three others and one of the first again; return the order of builds."""
+    driver.settle()
+    driver.flush()
+    builder, salt = driver.runtime.builder, driver.chunk_salt()
+    keys = [
+        ChunkKey(salt, None, array("q", SYSTEM).tobytes(), array("q", tokens).tobytes())
+        for tokens in CHUNKS[:6]
+    ]
+    builder.enqueue(keys[:3])
+    builder.enqueue([*keys[3:], keys[1]])
+    order = []
+    while builder.num_pending:
+        waiting = [key for key in keys if key in builder._pending]
+        driver.step()
+        order += [keys.index(key) for key in waiting if key not in builder._pending]
+    driver.settle()
+    return order
+
+
+def test_what_was_missed_last_is_built_first(start_engine: StartEngine) -> None:
+    assert start_engine().call(_order_of_builds) == [3, 4, 5, 1, 0, 2]
 
 
 def _pending_while_the_last_chunk_is_built(driver: Driver) -> tuple[int, int]:

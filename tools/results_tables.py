@@ -231,6 +231,40 @@ def profile() -> str:
     return known + told + table(("phase", "ms", "share"), rows)
 
 
+def novel() -> str:
+    found = load("novel.json")
+    rows = []
+    for case in found["cases"].values():
+        name = f"{case['library_in_pools']:g} pools, tenants: {case['tenants']}"
+        for mode, told in case["found"].items():
+            rows.append(
+                (
+                    f"{name}, {mode}{' (slim)' if case['slim'] else ''}",
+                    f"{case['requests']:,}",
+                    f"{case['ideal']['second_half']:.3f}",
+                    f"{told['second_half']:.3f}",
+                    _with_interval(told["of_ideal"]),
+                    _with_interval(told["ttft_of_stock"]),
+                    f"{told['pool'][-1]['chunks']:.2f}" if told["pool"] else "",
+                )
+            )
+    told_of = "Figures are of the second half of the requests.\n\n"
+    header = (
+        "library, server",
+        "requests",
+        "ideal share",
+        "share found",
+        "of the ideal",
+        "TTFT of stock's",
+        "chunks in the pool at the end",
+    )
+    return circumstances(found, "benchmarks/novel.py") + told_of + table(header, rows)
+
+
+def _with_interval(ratio: dict[str, float]) -> str:
+    return f"{ratio['value']:.2f} {interval(ratio['low'], ratio['high'], 2)}"
+
+
 def _answers(name: str) -> str:
     found = load(name)
     rows = [
@@ -323,6 +357,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "closed-loop": closed_loop,
     "soak": soak,
     "probes": probes,
+    "novel": novel,
     "profile-demo-cpu": profile,
     "eval-seed1": lambda: _answers("eval-seed1.json"),
     "eval-seed2": lambda: _answers("eval-seed2.json"),

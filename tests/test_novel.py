@@ -1,0 +1,77 @@
+"""The pure parts of benchmarks/novel.py: its requests, its ideal cache, its ratios."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from benchmarks.novel_traffic import (
+    OF_TOPIC,
+    PASSAGE_TOKENS,
+    PASSAGES,
+    Passage,
+    Request,
+    cut_lines,
+    draw_requests,
+    ideal_shares,
+    ratio_of,
+)
+
+LIBRARY = [Passage(number, number // 8, [number] * 10) for number in range(120)]
+
+
+def _ask(*numbers: int) -> Request:
+    return Request(0.0, None, tuple(LIBRARY[number] for number in numbers), [])
+
+
+def test_lines_are_joined_to_passages_in_order() -> None:
+    lines = [[number] * length for number, length in enumerate([70, 40, 20, 121, 90, 50])]
+    passages = list(cut_lines(lines))
+    assert passages == [lines[0] + lines[1], lines[2] + lines[4]]
+    assert max(map(len, passages)) <= PASSAGE_TOKENS
+
+
+def test_requests_draw_a_topic_by_zipf_and_never_a_passage_twice() -> None:
+    requests = draw_requests(LIBRARY, 2000, 1)
+    of_topic: Counter[int] = Counter()
+    for request in requests:
+        assert len({one.number for one in request.passages}) == PASSAGES
+        topics = Counter(one.topic for one in request.passages)
+        topic, count = topics.most_common(1)[0]
+        assert count >= OF_TOPIC
+        of_topic[topic] += 1
+    first, second, third, *_ = sorted(of_topic.values(), reverse=True)
+    assert first / second == pytest.approx(2, rel=0.25)
+    assert first / third == pytest.approx(3, rel=0.25)
+    distances = [b.at - a.at for a, b in itertools.pairwise(requests)]
+    assert statistics.mean(distances) == pytest.approx(1, rel=0.1)
+
+
+def test_tenants_share_no_topic() -> None:
+    requests = draw_requests(LIBRARY, 300, 3)
+    owners: dict[int, set[str | None]] = {}
+    for request in requests:
+        for one in request.passages:
+            owners.setdefault(one.topic, set()).add(request.tenant)
+    assert all(len(salts) == 1 for salts in owners.values())
+    assert len(set.union(*owners.values())) == 3
+
+
+def test_the_ideal_cache_evicts_what_was_used_longest_ago() -> None:
+    asked = [_ask(0, 1), _ask(2), _ask(0), _ask(3), _ask(0), _ask(1)]
+    assert ideal_shares(asked, 30) == [0, 0, 1, 0, 1, 0]
+
+
+def test_a_ratio_is_of_the_same_requests() -> None:
+    draw = random.Random(1)
+    below = [draw.uniform(1, 100) for _ in range(200)]
+    above = [0.5 * value for value in below]
+    found = ratio_of(above, below, np.mean)
+    assert (found.low, found.value, found.high) == pytest.approx((0.5, 0.5, 0.5))
+    noisy = ratio_of([value * draw.uniform(0, 1) for value in below], below, np.median)
+    assert noisy.low < noisy.value < noisy.high
