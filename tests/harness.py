@@ -11,13 +11,17 @@ from __future__ import annotations
 import json
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from driver import Driver, namespace_of
 from forked import FORK_SERVER, PATIENCE_S, start_fork_server
 from prompts import Answer, Prompt, largest_difference, rag_prompt, random_tokens
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [  # with what every test of an engine needs beside it
     "Answer",
@@ -30,6 +34,7 @@ __all__ = [  # with what every test of an engine needs beside it
     "namespace_of",
     "rag_prompt",
     "random_tokens",
+    "watch_rows",
 ]
 
 ENGINE_ARGS: dict[str, Any] = {
@@ -161,3 +166,20 @@ def _serve(pipe: Any, settings: dict[str, Any], rank: int, environment: dict[str
         except BaseException:  # noqa: BLE001 - as above
             pipe.send((traceback.format_exc(), None))
     os._exit(0)
+
+
+@contextmanager
+def watch_rows(driver: Driver) -> Iterator[list[int]]:
+    """Note how many rows every MLP of the model computes."""
+    rows: list[int] = []
+
+    def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        rows.append(args[0].shape[0])
+
+    layers = driver.scheduler.tp_worker.model_runner.model.model.layers
+    handles = [layer.mlp.register_forward_pre_hook(note) for layer in layers]
+    try:
+        yield rows
+    finally:
+        for handle in handles:
+            handle.remove()

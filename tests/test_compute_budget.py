@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, random_tokens
+from harness import (
+    Answer,
+    Driver,
+    Prompt,
+    largest_difference,
+    rag_prompt,
+    random_tokens,
+    watch_rows,
+)
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -34,23 +39,6 @@ def rag(policy: str, order: tuple[int, ...], seed: int = 99, **rest: Any) -> Pro
     return rag_prompt(SYSTEM, [CHUNKS[i] for i in order], question, params=params, **rest)
 
 
-@contextmanager
-def _watch_rows(driver: Driver) -> Iterator[list[int]]:
-    """Note how many rows every MLP of the model computes."""
-    rows: list[int] = []
-
-    def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        rows.append(args[0].shape[0])
-
-    layers = driver.scheduler.tp_worker.model_runner.model.model.layers
-    handles = [layer.mlp.register_forward_pre_hook(note) for layer in layers]
-    try:
-        yield rows
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _warm(driver: Driver, policy: str) -> None:
     """Store all chunks, and probe them if the policy wants it."""
     driver.settle()
@@ -61,7 +49,7 @@ def _warm(driver: Driver, policy: str) -> None:
 
 def _serve(driver: Driver, prompts: list[Prompt]) -> tuple[list[Answer], list[int], list[int]]:
     """Ask at once; return the answers, requests of each prefill batch, and rows of each layer's MLP."""
-    with _watch_rows(driver) as rows:
+    with watch_rows(driver) as rows:
         reqs = [driver.submit(prompt) for prompt in prompts]
         sizes = []
         while not all(req.finished() for req in reqs):

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, Prompt, largest_difference, rag_prompt
+from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, watch_rows
 from reference import CHUNKS, QUESTION, SYSTEM, Reference
 from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
 
-from sgl_blend.scheduler.probes import NUM_PROBES, made_up_texts
+from sgl_blend.scheduler.probes import NUM_PROBES, PROBE_TOKENS, made_up_texts
+from sgl_blend.settings.config import BlendConfig
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -79,6 +80,29 @@ def test_a_request_that_trusts_memory_has_its_chunks_probed(start_engine: StartE
     kept = report["recomputed_tokens"]
     others = len(QUESTION) * NUM_LAYERS
     assert report["layer_rows"] == others + early * (CHECK + 1) + kept * (NUM_LAYERS - CHECK - 1)
+
+
+def _probed_rows(driver: Driver) -> int:
+    """Return how many rows pass the layers below the check layer because chunks are probed."""
+    counts = []
+    for policy in ("hkvd", "funnel"):
+        driver.settle()
+        driver.flush()
+        with watch_rows(driver) as rows:
+            _ask(driver, rag(policy, OTHERS))
+        counts.append(sum(rows))
+    return (counts[1] - counts[0]) // CHECK
+
+
+def test_a_chunk_with_its_probes_costs_at_most_one_and_three_quarters(
+    start_engine: StartEngine,
+) -> None:
+    """In a model of 32 layers with the default check layer; a prefill of the chunk costs one."""
+    rows = start_engine().call(_probed_rows)
+    # The made-up texts are prefilled once for all chunks.
+    assert rows >= NUM_PROBES * (PROBE_TOKENS + sum(map(len, CHUNKS)))
+    check = BlendConfig().blend_check_layer
+    assert rows * (check + 1) <= 0.75 * 32 * sum(map(len, CHUNKS))
 
 
 def test_others_cost_no_probe(start_engine: StartEngine) -> None:

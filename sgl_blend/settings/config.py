@@ -30,8 +30,8 @@ _HELP = {
     "blend_recompute_ratio": "Share of the reused tokens that is computed again, from 0 to 1. A "
     "larger share is slower and nearer to a full prefill.",
     "blend_policy": f"Which reused tokens are computed again: {', '.join(NAMED)}.",
-    "blend_check_layer": "Layer in which those tokens are chosen. Every token goes through the "
-    "layers up to this one, so a later layer is slower and sees more. Layers count from 0.",
+    "blend_check_layer": "Layer in which those tokens are chosen. All tokens that may be chosen go "
+    "through the layers up to this one, so a later layer is slower and sees more. Layers count from 0.",
     "blend_separator": "Special token that marks chunks in a prompt. By default the server "
     "picks one that the model does not use, logs it at start and shows it in /server_info.",
     "blend_min_chunk_tokens": "Chunks of fewer tokens are computed like other text, never reused.",
@@ -72,7 +72,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     enable_blend: bool = False
     blend_recompute_ratio: float = 0.15
-    blend_policy: str = "hkvd"
+    blend_policy: str = "funnel"
     blend_check_layer: int = 2
     blend_separator: str | None = None
     blend_min_chunk_tokens: int = 32
