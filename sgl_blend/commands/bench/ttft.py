@@ -18,22 +18,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgl_blend.commands.bench.cases import Case
-from sgl_blend.commands.bench.client import Reply, ask_together, connect
+from sgl_blend.commands.bench.client import Client, Reply, ask_together, connect
 from sgl_blend.commands.bench.pair import Pair
 from sgl_blend.commands.bench.prompts import Library, Prompt, to_body
+from sgl_blend.commands.bench.wake import wake
 from sgl_blend.commands.common.bootstrap import Interval, median_interval
 from sgl_blend.commands.common.records import describe_machine
 
 if TYPE_CHECKING:
-    import httpx
-
     from sgl_blend.commands.common.console import Progress
 
 _INTRODUCING = {"sgl_blend_ratio": 1 - 2**-20}
 """What shows documents to the server is kept apart from what is measured by a ratio of its own."""
-
-_WAKING_TOKENS = 2000
-"""Prefilled before each measured request on a GPU: some 50 ms at an 8B model."""
 
 TOKEN_KINDS = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
 """What can happen to a prompt token; the four add up to prompt_tokens."""
@@ -152,7 +148,7 @@ class _CaseBench:
         case: Case,
         settings: TtftSettings,
         pair: Pair,
-        clients: list[httpx.AsyncClient],
+        clients: list[Client],
         vocab_size: int,
     ) -> None:
         self._case = case
@@ -222,10 +218,9 @@ class _CaseBench:
                 self._errors.setdefault(ratio, error)
         return replies
 
-    async def _wake(self, client: httpx.AsyncClient) -> None:
-        """Let a server prefill something new: a GPU that has nothing to do lowers its clock."""
-        tokens = min(_WAKING_TOKENS, self._case.prompt_tokens - self._case.system_tokens)
-        await ask_together(client, [to_body(self._library.prompt([], tokens), None, 1)])
+    async def _wake(self, client: Client) -> None:
+        tokens = self._case.prompt_tokens - self._case.system_tokens
+        await wake(client, self._library, tokens)
 
     def _summary(self, ratio: float, num_layers: int) -> TtftRow:
         if ratio in self._errors:

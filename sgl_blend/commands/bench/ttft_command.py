@@ -86,7 +86,13 @@ def run_ttft(args: argparse.Namespace) -> int:
     check_common(args)
     from rich.console import Console
 
-    from sgl_blend.commands.bench.report import TtftReport, describe, errors, make_ttft_table
+    from sgl_blend.commands.bench.report import (
+        TtftReport,
+        caveats,
+        describe,
+        errors,
+        make_ttft_table,
+    )
     from sgl_blend.commands.bench.ttft import TtftRow, measure_ttft
     from sgl_blend.commands.common.records import to_json
 
@@ -127,6 +133,8 @@ def run_ttft(args: argparse.Namespace) -> int:
                 )
             )
     output_console().print(make_ttft_table(report))
+    for sentence in caveats(report.circumstances):
+        print_line(console, f"warning: {sentence}", "yellow")
     found = errors(report)
     for sentence in found:
         print_line(console, f"error: {sentence}", "red")
