@@ -136,7 +136,7 @@ async def _profile(
     from sgl_blend.commands.bench.client import ask_together, connect
     from sgl_blend.commands.bench.phase_times import add_up, read_trace
     from sgl_blend.commands.bench.prompts import Library, to_body
-    from sgl_blend.commands.bench.ttft import find_shortfall
+    from sgl_blend.commands.bench.ttft import find_shortfall, introducing_params
 
     library = Library(
         random.Random(f"profile {args.seed}"),
@@ -147,6 +147,7 @@ async def _profile(
     )
     firsts = iter(range(num_documents))
     params = {"sgl_blend_ratio": args.ratio, "sgl_blend_policy": args.policy}
+    introducing = introducing_params([args.policy], 0.999)
     traces = folder / f"traces-{time.time_ns()}"
     traces.mkdir()
     async with connect(server) as client:
@@ -162,7 +163,7 @@ async def _profile(
             return replies
 
         for prompt in library.introductions(case.num_chunks, case.question_tokens):
-            await ask_together(client, [to_body(prompt, {"sgl_blend_ratio": 0.999}, 1)])
+            await ask_together(client, [to_body(prompt, introducing, 1)])
         server.wait_for_builds()
         await ask()
         plain = [reply for _ in range(args.repeats) for reply in await ask()]

@@ -140,7 +140,7 @@ def make_ttft_table(report: TtftReport) -> Table:
         "would by default leave it alone"
     )
     table.add_column("prompt", no_wrap=True)
-    for name in ("chunks", "batch", "ratio", "stock", "blended", "speed-up"):
+    for name in ("chunks", "batch", "policy", "ratio", "stock", "blended", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("ceiling", "reached", "reused"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -155,7 +155,8 @@ def _case_of(row: TtftRow) -> tuple[str, int, int]:
 
 
 def _ttft_cells(row: TtftRow) -> list[str]:
-    cells = [row.case, f"{row.num_chunks} x {row.chunk_tokens}", str(row.batch), f"{row.ratio:g}"]
+    cells = [row.case, f"{row.num_chunks} x {row.chunk_tokens}", str(row.batch)]
+    cells += [row.policy, f"{row.ratio:g}"]
     found = row.figures
     if found is None:
         return [*cells, "error", "", "", "", "", ""]
@@ -174,7 +175,7 @@ def _ttft_cells(row: TtftRow) -> list[str]:
 def errors(report: TtftReport) -> list[str]:
     """Return one sentence for every row without figures."""
     return [
-        f"{row.case}, {row.num_chunks} x {row.chunk_tokens}, batch {row.batch}, ratio "
+        f"{row.case}, {row.num_chunks} x {row.chunk_tokens}, batch {row.batch}, {row.policy}, ratio "
         f"{row.ratio:g}: {row.error}"
         for row in report.rows
         if row.error is not None

@@ -61,7 +61,13 @@ def add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--batches", type=list_of(int), default=[1, 8], help="comma-separated: prompts sent at once"
     )
     parser.add_argument("--repeats", type=int, default=7, help="of every measurement")
-    add_common_flags(parser)
+    parser.add_argument(
+        "--policies",
+        type=list_of(str),
+        default=[BlendConfig().blend_policy],
+        help="comma-separated; each selects at every ratio",
+    )
+    add_common_flags(parser, one_policy=False)
 
 
 def length(text: str) -> int | str:
@@ -169,7 +175,7 @@ def make_ttft_settings(args: argparse.Namespace) -> TtftSettings:
             question_tokens=args.question_tokens,
         ),
         ratios=args.ratios,
-        policy=args.policy,
+        policies=args.policies,
         repeats=args.repeats,
         seed=args.seed,
     )
