@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_models import head_dim_for, make_model
 
 from tools.gpu_run import (
+    CUDA_ENGINE,
     DEADLINE_S,
     GRACE_S,
     NO_PREFILL_GRAPH,
@@ -41,6 +43,15 @@ def test_every_policy_is_timed_with_the_same_servers(tmp_path: Path) -> None:
 
     assert paper.command[paper.command.index("--policies") + 1] == "hkvd,funnel,remembered"
     assert paper.command[paper.command.index("--ratios") + 1] == "0,0.15"
+
+
+def test_engines_on_a_gpu_get_models_that_take_the_path_of_served_ones(tmp_path: Path) -> None:
+    assert (head_dim_for(CUDA_ENGINE), head_dim_for({"device": "cpu"})) == (64, 16)
+
+    path = make_model("qwen2", tmp_path, head_dim=64)
+
+    assert json.loads((path / "config.json").read_text())["head_dim"] == 64
+    assert path != make_model("qwen2", tmp_path)
 
 
 def python(program: str) -> list[str]:
