@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,13 @@ def test_servers_that_fail_are_tried_once_more_without_prefill_graphs(tmp_path: 
         "ok without prefill graph, status 1 with"
     )
     assert (tmp_path / "one.log").read_text() == "try\ntry\n"
+
+
+def test_a_status_that_is_expected_is_no_failure(tmp_path: Path) -> None:
+    step = Step("one", python("import sys; sys.exit(3)"), 60.0, good=(0, 3))
+
+    assert run_or_retry(step, tmp_path, time.monotonic() + 200) == "ok"
+    assert run_or_retry(replace(step, good=(0,)), tmp_path, time.monotonic() + 200) == "status 3"
 
 
 def test_what_starts_no_server_is_not_tried_again(tmp_path: Path) -> None:
