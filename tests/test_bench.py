@@ -278,3 +278,5 @@ def test_throughput_end_to_end(tmp_path: Path) -> None:
     assert max(point["blend"]["reused_share"] for point in outcome["points"]) > 0.1
     (sentence,) = [line for line in report["printed"].splitlines() if line.startswith("Idle")]
     assert "gain in throughput at equal TTFT" in sentence
+    assert report["client_rate"] > 8
+    assert "The client alone sends and reads" in report["printed"]
