@@ -35,7 +35,11 @@ def compact_rows(rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[to
                 f"tensors[{number}]: expected {tensors[0].shape[0]} rows, got {tensor.shape[0]}"
             )
     if not rows.is_cuda:
-        return [tensor.index_select(0, rows) for tensor in tensors]
+        return _compact_rows_torch(rows, tensors)
     from sgl_blend.kernels.row_compaction_triton import compact_rows_triton
 
     return compact_rows_triton(rows, tensors)
+
+
+def _compact_rows_torch(rows: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.index_select(0, rows) for tensor in tensors]

@@ -50,6 +50,7 @@ from sgl_blend.settings.preset import check_architecture, load_profile, quality_
 from sgl_blend.tuning.cost_model import CostModel, measure
 from sgl_blend.tuning.kernel_choice import choose_kernel
 from sgl_blend.tuning.trial import run_trial
+from sgl_blend.tuning.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,8 @@ def _make_fusion(
     memory = DeviationMemory(pools.v[0].shape[0], pools.v[0].device)
     fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory)
     run_trial(fusor, scheduler, config)
+    if layout.is_on_gpu:
+        warm_up(runner, layers[-1], pools, kernel, rotation, facts.most_requests)
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
         cost_model = CostModel(

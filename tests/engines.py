@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Engine
-from tiny_models import make_model
+from harness import ENGINE_ARGS, Engine
+from tiny_models import head_dim_for, make_model
 
 StartEngine = Callable[..., Engine]
 
@@ -39,7 +39,8 @@ def start_engine(model_folder: Path) -> Iterator[StartEngine]:
         if engine is None:
             if len(running) == MAX_ENGINES:
                 running.pop(next(iter(running))).close()
-            engine = Engine(make_model(kind, model_folder), **settings)
+            head_dim = head_dim_for({**ENGINE_ARGS, **settings})
+            engine = Engine(make_model(kind, model_folder, head_dim=head_dim), **settings)
         running[key] = engine  # after all others
         return engine
 

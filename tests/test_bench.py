@@ -125,8 +125,11 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "chunk": (["ttft", "--chunk-tokens", "8"], "--chunk-tokens must be at least 32, got 8"),
     "short": (["ttft", "--lengths", "500"], "a prompt of 500 tokens must have room for 2 chunks"),
     "long": (["ttft", "--lengths", "200k"], "must fit the model's 131072 positions, got 200001"),
-    "policy": (["ttft", "--policy", "best"], "--policy must be one of hkvd, "),
-    "oracle": (["ttft", "--policy", "oracle"], "needs a server that was started with --blend-eval"),
+    "policy": (["ttft", "--policies", "best"], "--policies must be one of hkvd, "),
+    "oracle": (
+        ["ttft", "--policies", "hkvd,oracle"],
+        "needs a server that was started with --blend-eval",
+    ),
     "folder": (["ttft", "--json", "no/such/out.json"], "no/such is not a folder"),
     "rate": (["throughput", "--rates", "1,0"], "--rates must be a positive number, got 0.0"),
     "not a number": (["throughput", "--slo", "nan"], "--slo must be at least 1, got nan"),
@@ -220,10 +223,13 @@ def test_ttft_end_to_end(tmp_path: Path) -> None:
     report = run_bench(
         tmp_path,
         *("ttft", "--lengths", "800", "--chunk-tokens", "128", "--batches", "1,2"),
-        *("--ratios", "0,0.5,1", "--repeats", "2"),
+        *("--ratios", "0,0.5,1", "--repeats", "2", "--policies", "hkvd,remembered"),
     )
-    assert [(row["batch"], row["ratio"]) for row in report["rows"]] == [
-        *((1, 0.0), (1, 0.5), (1, 1.0), (2, 0.0), (2, 0.5), (2, 1.0)),
+    assert [(row["batch"], row["policy"], row["ratio"]) for row in report["rows"]] == [
+        (batch, policy, ratio)
+        for batch in (1, 2)
+        for policy in ("hkvd", "remembered")
+        for ratio in (0.0, 0.5, 1.0)
     ]
     for row in report["rows"]:
         assert row["error"] is None
@@ -238,7 +244,10 @@ def test_ttft_end_to_end(tmp_path: Path) -> None:
         assert found["tokens"]["reused_tokens"] == reused
         assert found["reused_share"] == pytest.approx(reused / 800)
         rows, kept = 800 - 128 - chunk_tokens, 800 - 128 - chunk_tokens - reused
-        assert found["ceiling"] == pytest.approx((800 - 128) * 8 / (3 * rows + 5 * kept))
+        # Documents are probed before requests are measured that drop rows by what is remembered.
+        full = 0 if row["policy"] == "remembered" else 3
+        layer_rows = full * rows + (8 - full) * kept
+        assert found["ceiling"] == pytest.approx((800 - 128) * 8 / layer_rows)
         for name in ("stock", "blended"):
             times = found[f"{name}_ttfts_s"]
             assert [len(batch) for batch in times] == [row["batch"]] * 2
@@ -269,3 +278,5 @@ def test_throughput_end_to_end(tmp_path: Path) -> None:
     assert max(point["blend"]["reused_share"] for point in outcome["points"]) > 0.1
     (sentence,) = [line for line in report["printed"].splitlines() if line.startswith("Idle")]
     assert "gain in throughput at equal TTFT" in sentence
+    assert report["client_rate"] > 8
+    assert "The client alone sends and reads" in report["printed"]

@@ -227,7 +227,7 @@ def test_the_json_holds_what_the_report_holds() -> None:
 def test_a_row_without_figures_says_why() -> None:
     report = make_report(figures=None, error="a request found 1 of 2 tokens stored")
     assert errors(report) == [
-        "600 tokens, 4 x 136, batch 1, ratio 0.15: a request found 1 of 2 tokens stored"
+        "600 tokens, 4 x 136, batch 1, hkvd, ratio 0.15: a request found 1 of 2 tokens stored"
     ]
     assert make_ttft_table(report).row_count == 1
     assert errors(make_report()) == []

@@ -40,6 +40,14 @@ def assert_right(case: Case, got: torch.Tensor) -> None:
     assert_as_good_as(got, dense(case, case.q.dtype), dense(case, torch.float64), slack=2)
 
 
+def assert_same(case: Case, got: torch.Tensor, other: torch.Tensor) -> None:
+    """Compare what two variants of the kernel return: a GPU's compiler may order their sums apart."""
+    if DEVICE.type == "cuda":
+        assert_right(case, got)
+    else:
+        assert torch.equal(got, other)
+
+
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("counts", [[1], [63], [100], [129, 1, 31], [5, 128, 0, 1, 130], [0, 7, 0]])
 def test_it_is_softmax_attention_under_a_mask_by_position(
@@ -95,7 +103,7 @@ def test_kv_may_lie_in_rows_instead_of_slots() -> None:
         case.q, case.k_pool[slots], case.v_pool[slots], rows, scale=case.scale, tile=SMALL_TILE
     )
 
-    assert torch.equal(got, run(case))
+    assert_same(case, got, run(case))
 
 
 @pytest.mark.parametrize("num_splits", [1, 2])
@@ -141,7 +149,7 @@ def test_queries_may_lie_inside_a_wider_projection() -> None:
         projected[:, 50:114].view(40, 4, 16), case.k_pool, case.v_pool, case.batch, case.scale
     )
 
-    assert torch.equal(run(inside), run(case))
+    assert_same(case, run(inside), run(case))
 
 
 def with_garbage_after(case: Case, row: int, garbage: float) -> Case:

@@ -4,10 +4,14 @@ Weights are drawn wide (initializer_range 0.2): with the usual 0.02 the logits h
 attention, and wrong KV would go unseen.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 384
+GPU_HEAD_DIM = 64
+"""On a GPU SGLang rotates heads of 64, 128, 256 or 512 values in place by a table in float32. For
+others it has another path, with the table in the model's dtype, which no model that is served takes."""
 NUM_LAYERS = 4
 
 COMMON: dict[str, Any] = {
@@ -76,9 +80,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
+def head_dim_for(engine_settings: Mapping[str, Any]) -> int:
+    """Return the head dimension of test models for an engine with such settings."""
+    return GPU_HEAD_DIM if engine_settings.get("device") == "cuda" else int(COMMON["head_dim"])
+
+
+def make_model(
+    kind: str, folder: Path, seed: int = 0, *, head_dim: int = COMMON["head_dim"]
+) -> Path:
     """Write a model with random weights and return its folder; an existing one is kept."""
-    path = folder / kind
+    path = folder / (kind if head_dim == COMMON["head_dim"] else f"{kind}-{head_dim}")
     if (path / "model.safetensors").is_file():
         return path
     import torch
@@ -86,6 +97,7 @@ def make_model(kind: str, folder: Path, seed: int = 0) -> Path:
 
     family, overrides = KINDS[kind]
     settings = {**COMMON, "rope_parameters": {**THETA, "rope_type": "default"}, **overrides}
+    settings["head_dim"] = head_dim
     config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config)

@@ -4,18 +4,26 @@
 #     tools/gpu_pack.sh RECIPES [FOLDER]       FOLDER is .gpu by default
 #
 # RECIPES holds make_pack.sh, which packs SGLang 0.5.17 and its dependencies, and env.sh, which unpacks them
-# there. To it comes this project as a wheel, because plugins are found by their entry points.
+# there. To it comes this project as a wheel, because plugins are found by their entry points. A cache of
+# compiled kernels that an earlier call saved may lie in FOLDER as cache.tar.xz; it travels too. Fails if
+# all of it and the repository's files are more than 64 MiB together.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 recipes=$(realpath "$1")
 out=${2:-.gpu}
-python=.venv/bin/python
-[ -x $python ] || python=python3
-exclude=$(git rev-parse --git-path info/exclude)
-grep -qx "/$out/" "$exclude" || echo "/$out/" >> "$exclude"
+most_kib=$((64 * 1024))
+python=${PYTHON:-.venv/bin/python}
+[ -x "$python" ] || python=python3
 mkdir -p "$out"
+echo '*' > "$out/.gitignore"
 [ -f "$out/sgl17.tar.xz" ] || FLASHINFER=1 bash "$recipes/make_pack.sh" "$out"
-cp "$recipes/env.sh" "$out/env.sh"
-rm -f "$out"/sgl_blend-*.whl
-$python -m pip wheel --quiet --no-deps --wheel-dir "$out" .
-du -sh "$out"
+install -m 644 "$recipes/env.sh" "$out/env.sh"
+rm -rf "$out"/sgl_blend-*.whl build/lib build/bdist.*
+"$python" -m pip wheel --quiet --no-deps --wheel-dir "$out" .
+tree_kib=$(git ls-files -z --cached --others --exclude-standard | xargs -0 du -ck --no-dereference | awk '$2 == "total" { sum += $1 } END { print sum }')
+pack_kib=$(du -sk "$out" | cut -f1)
+echo "pack $((pack_kib / 1024)) MiB, repository $((tree_kib / 1024)) MiB"
+if [ $((pack_kib + tree_kib)) -gt $most_kib ]; then
+  echo "together more than $((most_kib / 1024)) MiB: leave the cache away, or pack without FlashInfer" >&2
+  exit 1
+fi

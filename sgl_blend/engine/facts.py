@@ -25,6 +25,7 @@ class ServerFacts:
         tokenizer: The model's tokenizer, of transformers; None if the server has none.
         page_size: Tokens of a page of the tree.
         capacity: Tokens of the KV pool.
+        most_requests: That run at the same time.
         bos_token_id: What prompts of the model begin with; None if with nothing.
         architecture: The model's configuration, as a dict.
         identity: A text that differs where the bytes of KV have another meaning: the weights'
@@ -39,6 +40,7 @@ class ServerFacts:
     tokenizer: Any
     page_size: int
     capacity: int
+    most_requests: int
     bos_token_id: int | None
     architecture: dict[str, Any]
     identity: str
@@ -66,6 +68,7 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
         tokenizer=scheduler.tokenizer,
         page_size=scheduler.page_size,
         capacity=scheduler.max_total_num_tokens,
+        most_requests=scheduler.max_running_requests,
         bos_token_id=getattr(config.hf_config, "bos_token_id", None),
         architecture=runner.model_config.hf_config.to_dict(),
         identity="\n".join(str(part) for part in parts),

@@ -244,6 +244,7 @@ class Scheduler(Protocol):
     token_to_kv_pool_allocator: Any
     page_size: int
     max_total_num_tokens: int
+    max_running_requests: int
     chunked_prefill_size: int | None
     is_mixed_chunk: bool
     enable_priority_scheduling: bool

@@ -53,9 +53,15 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_common_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what all prompts have in common, and where results go."""
-    parser.add_argument("--policy", default=BlendConfig().blend_policy, help="of selection")
+def add_common_flags(parser: argparse.ArgumentParser, *, one_policy: bool = True) -> None:
+    """Add what all prompts have in common, and where results go.
+
+    Args:
+        parser: Of a benchmark.
+        one_policy: Whether it takes one policy; one that takes several adds ``--policies`` itself.
+    """
+    if one_policy:
+        parser.add_argument("--policy", default=BlendConfig().blend_policy, help="of selection")
     parser.add_argument("--system-tokens", type=int, default=128, help="of the system prompt")
     parser.add_argument("--question-tokens", type=int, default=64, help="after the chunks")
     parser.add_argument("--seed", type=int, default=0, help="of all prompts, times and intervals")
@@ -83,7 +89,11 @@ def check_common(args: argparse.Namespace) -> None:
     packages += ["matplotlib"] if args.plot else []
     check_packages("bench", packages, extra="bench")
     check_outputs(path for path in (args.json, args.plot) if path is not None)
-    check_policy("--policy", args.policy, CommandError, evaluation=False)
+    if hasattr(args, "policies"):
+        for policy in args.policies:
+            check_policy("--policies", policy, CommandError, evaluation=False)
+    else:
+        check_policy("--policy", args.policy, CommandError, evaluation=False)
     check_least("--system-tokens", args.system_tokens, 1)
     check_least("--question-tokens", args.question_tokens, 1)
 

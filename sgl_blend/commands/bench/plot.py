@@ -34,11 +34,13 @@ def _panel_of(row: TtftRow) -> tuple[int, int]:
 
 
 def _draw_panel(panel: Any, rows: Sequence[TtftRow]) -> None:
-    for number, ratio in enumerate(sorted({row.ratio for row in rows})):
+    ways = sorted({(row.policy, row.ratio) for row in rows})
+    several = len({policy for policy, _ in ways}) > 1
+    for number, (policy, ratio) in enumerate(ways):
         line = [
             (row.prompt_tokens, row.figures)
             for row in sorted(rows, key=lambda row: row.prompt_tokens)
-            if row.ratio == ratio and row.figures is not None
+            if (row.policy, row.ratio) == (policy, ratio) and row.figures is not None
         ]
         lengths = [length for length, _ in line]
         below = [found.speedup - found.speedup_ci95[0] for _, found in line]
@@ -50,7 +52,7 @@ def _draw_panel(panel: Any, rows: Sequence[TtftRow]) -> None:
             color=f"C{number}",
             marker="o",
             markersize=4,
-            label=f"ratio {ratio:g}",
+            label=f"{policy}, ratio {ratio:g}" if several else f"ratio {ratio:g}",
         )
         ceilings = [found.ceiling for _, found in line]
         panel.plot(lengths, ceilings, color=f"C{number}", linestyle="--", marker="_")

@@ -23,7 +23,7 @@ from sgl_blend.commands.bench.arguments import (
 from sgl_blend.commands.bench.cases import PAPER, Case, make_case
 from sgl_blend.commands.bench.shapes import read_shape
 from sgl_blend.commands.bench.ttft_command import length
-from sgl_blend.commands.common.console import output_console
+from sgl_blend.commands.common.console import output_console, print_line
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig, check_ratio
 
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from sgl_blend.commands.common.server import Server
 
 _TRACE_TIMEOUT_S = 120.0
+HOST_NOTE = (
+    "The profiler adds some microseconds of host time to every launch: read the device column, and "
+    "compare its sum with the TTFT that was measured without the profiler."
+)
 
 
 def add_profile(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -108,11 +112,13 @@ def run_profile(args: argparse.Namespace) -> int:
             circumstances = describe_servers(
                 args.argv,
                 args.shape or args.model_path,
-                {"blend": server.command},
+                {"blend": server},
                 int(server.server_info()["max_total_num_tokens"]),
             )
     report = ProfileReport(circumstances=circumstances, case=case.name, batch=case.batch, **found)
     output_console().print(_make_table(report))
+    if report.phases["device"]:
+        print_line(output_console(), HOST_NOTE)
     if args.json is not None:
         args.json.write_bytes(to_json(report))
     return 0
@@ -130,7 +136,7 @@ async def _profile(
     from sgl_blend.commands.bench.client import ask_together, connect
     from sgl_blend.commands.bench.phase_times import add_up, read_trace
     from sgl_blend.commands.bench.prompts import Library, to_body
-    from sgl_blend.commands.bench.ttft import find_shortfall
+    from sgl_blend.commands.bench.ttft import find_shortfall, introducing_params
 
     library = Library(
         random.Random(f"profile {args.seed}"),
@@ -141,6 +147,7 @@ async def _profile(
     )
     firsts = iter(range(num_documents))
     params = {"sgl_blend_ratio": args.ratio, "sgl_blend_policy": args.policy}
+    introducing = introducing_params([args.policy], 0.999)
     traces = folder / f"traces-{time.time_ns()}"
     traces.mkdir()
     async with connect(server) as client:
@@ -156,15 +163,15 @@ async def _profile(
             return replies
 
         for prompt in library.introductions(case.num_chunks, case.question_tokens):
-            await ask_together(client, [to_body(prompt, {"sgl_blend_ratio": 0.999}, 1)])
+            await ask_together(client, [to_body(prompt, introducing, 1)])
         server.wait_for_builds()
         await ask()
         plain = [reply for _ in range(args.repeats) for reply in await ask()]
         kinds = ["CPU", "GPU"] if _on_gpu() else ["CPU"]
         wanted = {"output_dir": str(traces), "activities": kinds, "with_stack": False}
-        (await client.post("/start_profile", json=wanted)).raise_for_status()
+        server.http.post("/start_profile", json=wanted).raise_for_status()
         traced = [reply for _ in range(args.repeats) for reply in await ask()]
-        (await client.post("/stop_profile")).raise_for_status()
+        server.http.post("/stop_profile").raise_for_status()
     # One file per rank; the first one's ranks show what all do.
     seconds = add_up(read_trace(_wait_for_traces(traces)[0]))
     return {

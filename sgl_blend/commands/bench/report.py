@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sgl_blend.commands.bench.client_speed import client_warning
 from sgl_blend.commands.bench.kernel_speed import Speeds
 from sgl_blend.commands.bench.knees import Load, Outcome
 from sgl_blend.commands.bench.pair import NAMES, Pair
@@ -22,6 +23,8 @@ from sgl_blend.fallback import message_of
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from sgl_blend.commands.common.server import Server
+
 
 class Circumstances(Origin, frozen=True, kw_only=True):
     """Where figures of servers come from.
@@ -30,11 +33,15 @@ class Circumstances(Origin, frozen=True, kw_only=True):
         model: Name of the shape, or of the model's folder.
         servers: What started each, without this machine's paths.
         num_tokens: KV that each server held.
+        attention: By which backend of SGLang each server attends.
+        hopper: Whether they ran on a GPU for which SGLang itself would choose fa3.
     """
 
     model: str
     servers: dict[str, str]
     num_tokens: int
+    attention: dict[str, str] = msgspec.field(default_factory=dict)
+    hopper: bool = False
 
 
 class TtftReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +54,16 @@ class TtftReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThroughputReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``bench throughput`` found; settings as its flags name them."""
+    """What ``bench throughput`` found; settings as its flags name them.
+
+    Attributes:
+        client_rate: Requests per second that the client sends to and reads from a server without a
+            model, measured before the servers started.
+    """
 
     circumstances: Circumstances
     settings: dict[str, float | int | str | list[float] | None]
+    client_rate: float
     outcome: Outcome
 
 
@@ -86,23 +99,37 @@ def describe(argv: Sequence[str], model: str, pair: Pair) -> Circumstances:
         model: Name or folder.
         pair: The servers.
     """
-    commands = {name: pair[name].command for name in NAMES}
-    return describe_servers(argv, model, commands, pair.num_tokens)
+    return describe_servers(argv, model, {name: pair[name] for name in NAMES}, pair.num_tokens)
 
 
 def describe_servers(
-    argv: Sequence[str], model: str, commands: Mapping[str, str], num_tokens: int
+    argv: Sequence[str], model: str, servers: Mapping[str, Server], num_tokens: int
 ) -> Circumstances:
-    """Put together what a benchmark runs on and with; commands are what started each server."""
+    """Put together what a benchmark of some servers runs on and with."""
+    import torch
+
     return Circumstances(
         **msgspec.structs.asdict(find_origin(command_line(argv))),
         model=without_folders(model),
         servers={
-            name: " ".join(map(without_folders, command.split()))
-            for name, command in commands.items()
+            name: " ".join(map(without_folders, server.command.split()))
+            for name, server in servers.items()
         },
         num_tokens=num_tokens,
+        attention={name: server.attention_backend() for name, server in servers.items()},
+        hopper=torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9,
     )
+
+
+def caveats(found: Circumstances) -> list[str]:
+    """Return sentences that belong beside every figure of these servers."""
+    stock = found.attention.get("stock")
+    if not found.hopper or stock in (None, "fa3"):
+        return []
+    return [
+        f"stock attends by {stock}; by default SGLang takes fa3 on this GPU, which is faster. So the "
+        "speed-up is overstated, more so with long prompts (docs/speed.md has an estimate)"
+    ]
 
 
 def make_ttft_table(report: TtftReport) -> Table:
@@ -113,7 +140,7 @@ def make_ttft_table(report: TtftReport) -> Table:
         "would by default leave it alone"
     )
     table.add_column("prompt", no_wrap=True)
-    for name in ("chunks", "batch", "ratio", "stock", "blended", "speed-up"):
+    for name in ("chunks", "batch", "policy", "ratio", "stock", "blended", "speed-up"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("ceiling", "reached", "reused"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -128,7 +155,8 @@ def _case_of(row: TtftRow) -> tuple[str, int, int]:
 
 
 def _ttft_cells(row: TtftRow) -> list[str]:
-    cells = [row.case, f"{row.num_chunks} x {row.chunk_tokens}", str(row.batch), f"{row.ratio:g}"]
+    cells = [row.case, f"{row.num_chunks} x {row.chunk_tokens}", str(row.batch)]
+    cells += [row.policy, f"{row.ratio:g}"]
     found = row.figures
     if found is None:
         return [*cells, "error", "", "", "", "", ""]
@@ -147,7 +175,7 @@ def _ttft_cells(row: TtftRow) -> list[str]:
 def errors(report: TtftReport) -> list[str]:
     """Return one sentence for every row without figures."""
     return [
-        f"{row.case}, {row.num_chunks} x {row.chunk_tokens}, batch {row.batch}, ratio "
+        f"{row.case}, {row.num_chunks} x {row.chunk_tokens}, batch {row.batch}, {row.policy}, ratio "
         f"{row.ratio:g}: {row.error}"
         for row in report.rows
         if row.error is not None
@@ -198,9 +226,20 @@ def _ceiling(outcome: Outcome) -> str:
     return f", and {outcome.ceiling:.2f} if only linear work took time"
 
 
-def warnings(outcome: Outcome) -> list[str]:
-    """Return one sentence for every rate at which requests were not blended."""
-    return [
+def client_line(report: ThroughputReport) -> str:
+    """Say what the client alone can do, and up to which share of it it was asked."""
+    highest = max((point.rate for point in report.outcome.points), default=0.0)
+    return (
+        f"The client alone sends and reads {report.client_rate:.3g} requests/s; the highest rate "
+        f"offered is {highest / report.client_rate:.0%} of that."
+    )
+
+
+def warnings(report: ThroughputReport) -> list[str]:
+    """Return one sentence for every rate at which requests were not blended, or the client busy."""
+    outcome = report.outcome
+    busy = client_warning(report.client_rate, [point.rate for point in outcome.points])
+    return [*filter(None, [busy])] + [
         f"{point.rate:.3g} requests/s: {count} of {load.requests} requests were not blended: "
         f"{message_of(reason)}"
         for point in outcome.points

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sgl_blend.commands.bench.client import Reply, ask_at, ask_together, connect
+from sgl_blend.commands.bench.client import Client, Reply, ask_at, ask_together, connect
 from sgl_blend.commands.bench.knees import Load, Outcome, Point, conclude, next_rate
 from sgl_blend.commands.bench.pair import NAMES, Pair
 from sgl_blend.commands.bench.prompts import Library, Prompt, to_body
+from sgl_blend.commands.bench.wake import wake
 from sgl_blend.commands.common.bootstrap import median_interval
+from sgl_blend.commands.common.records import describe_machine
 
 if TYPE_CHECKING:
-    import httpx
-
     from sgl_blend.commands.common.console import Progress
 
 _MOST_RATES = 16
@@ -129,13 +129,9 @@ class ThroughputBench:
         self._save = save
         traffic = settings.traffic
         self._draw = random.Random(f"{settings.seed} documents")
-        self._library = Library(
-            self._draw,
-            vocab_size,
-            system_tokens=traffic.system_tokens,
-            chunk_tokens=traffic.chunk_tokens,
-            num_documents=traffic.num_documents,
-        )
+        self._library = make_library(traffic, vocab_size, self._draw)
+        self._wakes = describe_machine().gpu is not None
+        self._waking = random.Random(f"{settings.seed} waking")
         self._points: dict[float, Point] = {}
 
     async def run(self) -> Outcome:
@@ -154,7 +150,7 @@ class ThroughputBench:
                 self._save(outcome)
         return outcome
 
-    async def _introduce(self, clients: Mapping[str, httpx.AsyncClient]) -> None:
+    async def _introduce(self, clients: Mapping[str, Client]) -> None:
         """Show every document to both servers, once."""
         traffic = self._settings.traffic
         for prompt in self._library.introductions(traffic.num_chunks, traffic.question_tokens):
@@ -162,11 +158,12 @@ class ThroughputBench:
                 await ask_together(client, [self._body(prompt, name)])
         self._pair.blend.wait_for_builds()
 
-    async def _measure_idle(self, clients: Mapping[str, httpx.AsyncClient]) -> dict[str, float]:
+    async def _measure_idle(self, clients: Mapping[str, Client]) -> dict[str, float]:
         times: dict[str, list[float]] = {name: [] for name in NAMES}
         for number in range(7):
             prompt = self._prompt(self._draw)
             for name, client in clients.items():
+                await self._wake(client)
                 (reply,) = await ask_together(client, [self._body(prompt, name)])
                 if number >= 2:  # the first two warm up
                     times[name].append(reply.ttft_s)
@@ -191,9 +188,7 @@ class ThroughputBench:
             if (load := point.load(name)) is not None
         }
 
-    async def _measure(
-        self, clients: Mapping[str, httpx.AsyncClient], rate: float, bound_s: float
-    ) -> Point:
+    async def _measure(self, clients: Mapping[str, Client], rate: float, bound_s: float) -> Point:
         """Send all blocks of a rate, the servers in turns."""
         names = [name for name in NAMES if self._is_useful(name, rate, bound_s)]
         found: dict[str, list[tuple[list[Reply], float]]] = {name: [] for name in names}
@@ -204,6 +199,7 @@ class ThroughputBench:
             for name in names if block % 2 == 0 else names[::-1]:
                 bodies = [self._body(prompt, name) for prompt in prompts]
                 self._watch(f"{rate:.3g} requests/s to {name}", 0)
+                await self._wake(clients[name])
                 found[name].append(await ask_at(clients[name], bodies, arrivals_s))
                 self._pair.blend.wait_for_builds()
                 self._watch(f"{rate:.3g} requests/s to {name}", 1)
@@ -218,19 +214,51 @@ class ThroughputBench:
         slow = (tried for tried, fast in self._within(name, bound_s).items() if not fast)
         return self._settings.rates is not None or all(rate < tried for tried in slow)
 
+    async def _wake(self, client: Client) -> None:
+        if self._wakes:
+            traffic = self._settings.traffic
+            after_system = traffic.most_tokens - traffic.output_tokens - traffic.system_tokens
+            await wake(client, self._library, after_system, self._waking)
+
     def _prompt(self, draw: random.Random) -> Prompt:
-        traffic = self._settings.traffic
-        count = draw.randint(-(-traffic.num_chunks // 2), traffic.num_chunks)
-        return self._library.prompt(
-            draw.sample(range(traffic.num_documents), count), traffic.question_tokens, draw
-        )
+        return draw_prompt(self._settings.traffic, self._library, draw)
 
     def _body(self, prompt: Prompt, name: str) -> bytes:
-        settings = self._settings
-        params: dict[str, Any] | None = None
-        if name == "blend":
-            params = {"sgl_blend_ratio": settings.ratio, "sgl_blend_policy": settings.policy}
-        return to_body(prompt, params, settings.traffic.output_tokens, first_and_last=True)
+        return make_body(self._settings, prompt, name)
+
+
+def make_library(traffic: Traffic, vocab_size: int, draw: random.Random) -> Library:
+    """Return the documents that all prompts of some traffic are made of."""
+    return Library(
+        draw,
+        vocab_size,
+        system_tokens=traffic.system_tokens,
+        chunk_tokens=traffic.chunk_tokens,
+        num_documents=traffic.num_documents,
+    )
+
+
+def draw_prompt(traffic: Traffic, library: Library, draw: random.Random) -> Prompt:
+    """Return a prompt of some documents in a random order and a new question."""
+    count = draw.randint(-(-traffic.num_chunks // 2), traffic.num_chunks)
+    documents = draw.sample(range(traffic.num_documents), count)
+    return library.prompt(documents, traffic.question_tokens, draw)
+
+
+def make_body(settings: ThroughputSettings, prompt: Prompt, name: str) -> bytes:
+    """Return a request as one of both servers gets it."""
+    params: dict[str, Any] | None = None
+    if name == "blend":
+        params = {"sgl_blend_ratio": settings.ratio, "sgl_blend_policy": settings.policy}
+    return to_body(prompt, params, settings.traffic.output_tokens, first_and_last=True)
+
+
+def sample_bodies(settings: ThroughputSettings, vocab_size: int) -> list[bytes]:
+    """Return some requests like those that will be sent, to try the client with."""
+    draw = random.Random(f"{settings.seed} client")
+    library = make_library(settings.traffic, vocab_size, draw)
+    prompts = [draw_prompt(settings.traffic, library, draw) for _ in range(16)]
+    return [make_body(settings, prompt, "blend") for prompt in prompts]
 
 
 def summarise(blocks: Sequence[tuple[list[Reply], float]], seed: int, num_layers: int) -> Load:

@@ -85,15 +85,18 @@ def run_throughput(args: argparse.Namespace) -> int:
     check_common(args)
     from rich.console import Console
 
+    from sgl_blend.commands.bench.client_speed import measure_client
     from sgl_blend.commands.bench.knees import Outcome
     from sgl_blend.commands.bench.report import (
         ThroughputReport,
+        caveats,
+        client_line,
         describe,
         make_throughput_table,
         summary,
         warnings,
     )
-    from sgl_blend.commands.bench.throughput import ThroughputBench
+    from sgl_blend.commands.bench.throughput import ThroughputBench, sample_bodies
     from sgl_blend.commands.common.records import to_json
 
     settings = make_throughput_settings(args)
@@ -102,6 +105,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     with model_and_logs(args) as (model, logs):
         shape = read_shape(model)
         check_fits(shape, traffic.most_tokens)
+        client_rate = measure_client(sample_bodies(settings, shape.vocab_size))
         server_settings = make_server_settings(
             args,
             model,
@@ -119,6 +123,7 @@ def run_throughput(args: argparse.Namespace) -> int:
                 return ThroughputReport(
                     circumstances=circumstances,
                     settings={name: getattr(args, name) for name in _FLAGS},
+                    client_rate=client_rate,
                     outcome=outcome,
                 )
 
@@ -131,7 +136,8 @@ def run_throughput(args: argparse.Namespace) -> int:
             report = report_of(asyncio.run(bench.run()))
     output_console().print(make_throughput_table(report))
     print_line(output_console(), summary(report.outcome))
-    for sentence in warnings(report.outcome):
+    print_line(output_console(), client_line(report))
+    for sentence in [*caveats(report.circumstances), *warnings(report)]:
         print_line(console, f"warning: {sentence}", "yellow")
     if args.plot is not None:
         from sgl_blend.commands.bench.plot import draw_throughput

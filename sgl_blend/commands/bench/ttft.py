@@ -13,27 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from sgl_blend.commands.bench.cases import Case
-from sgl_blend.commands.bench.client import Reply, ask_together, connect
+from sgl_blend.commands.bench.client import Client, Reply, ask_together, connect
 from sgl_blend.commands.bench.pair import Pair
 from sgl_blend.commands.bench.prompts import Library, Prompt, to_body
+from sgl_blend.commands.bench.wake import wake
 from sgl_blend.commands.common.bootstrap import Interval, median_interval
 from sgl_blend.commands.common.records import describe_machine
+from sgl_blend.policies import POLICIES
 
 if TYPE_CHECKING:
-    import httpx
-
     from sgl_blend.commands.common.console import Progress
 
-_INTRODUCING = {"sgl_blend_ratio": 1 - 2**-20}
+_INTRODUCING_RATIO = 1 - 2**-20
 """What shows documents to the server is kept apart from what is measured by a ratio of its own."""
-
-_WAKING_TOKENS = 2000
-"""Prefilled before each measured request on a GPU: some 50 ms at an 8B model."""
 
 TOKEN_KINDS = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_tokens")
 """What can happen to a prompt token; the four add up to prompt_tokens."""
@@ -97,21 +94,43 @@ class TtftSettings:
     Attributes:
         cases: In this order.
         ratios: Shares of the reused tokens to recompute.
-        policy: Which of them.
+        policies: Which of them, in turns.
         repeats: Measured requests (or batches) of each kind; one more comes first, unmeasured.
         seed: Of prompts and intervals.
     """
 
     cases: Sequence[Case]
     ratios: Sequence[float]
-    policy: str
+    policies: Sequence[str]
     repeats: int
     seed: int
 
     @property
+    def ways(self) -> list[Way]:
+        """Every way of blending that is measured."""
+        return [Way(policy, ratio) for policy in self.policies for ratio in self.ratios]
+
+    @property
     def num_requests(self) -> int:
         """How many requests or batches will be sent, warm-up included."""
-        return len(self.cases) * (self.repeats + 1) * (1 + len(self.ratios))
+        return len(self.cases) * (self.repeats + 1) * (1 + len(self.ways))
+
+
+class Way(NamedTuple):
+    """A way of blending."""
+
+    policy: str
+    ratio: float
+
+
+def introducing_params(policies: Sequence[str], ratio: float) -> dict[str, Any]:
+    """Return with what documents are shown to a server before requests with some policies.
+
+    A policy that trusts what is remembered lets the server probe the documents. Without that its
+    requests would be blended as if nothing were known, and timed so.
+    """
+    trusting = (policy for policy in policies if POLICIES[policy].trusts_memory)
+    return {"sgl_blend_ratio": ratio, "sgl_blend_policy": next(trusting, policies[0])}
 
 
 async def measure_ttft(
@@ -152,7 +171,7 @@ class _CaseBench:
         case: Case,
         settings: TtftSettings,
         pair: Pair,
-        clients: list[httpx.AsyncClient],
+        clients: list[Client],
         vocab_size: int,
     ) -> None:
         self._case = case
@@ -167,20 +186,20 @@ class _CaseBench:
             chunk_tokens=case.chunk_tokens,
             num_documents=case.num_documents,
         )
-        self._found: dict[float | None, list[list[Reply]]] = {
-            way: [] for way in (None, *settings.ratios)
+        self._found: dict[Way | None, list[list[Reply]]] = {
+            way: [] for way in (None, *settings.ways)
         }
-        self._errors: dict[float, str] = {}
+        self._errors: dict[Way, str] = {}
         self._wakes = describe_machine().gpu is not None
 
     async def run(self, num_layers: int, watch: Progress) -> list[TtftRow]:
         settings = self._settings
-        ways: list[float | None] = [None, *settings.ratios]
+        ways: list[Way | None] = [None, *settings.ways]
         needed = self._case.least_tokens
         if needed > self._pair.num_tokens:
             error = f"needs KV of {needed} tokens, the servers hold {self._pair.num_tokens}"
             watch(self._case.name, (settings.repeats + 1) * len(ways))
-            return [self._row(ratio, error=error) for ratio in settings.ratios]
+            return [self._row(way, error=error) for way in settings.ways]
         for repeat in range(settings.repeats + 1):
             await self._introduce()
             prompts = self._prompts()
@@ -189,17 +208,18 @@ class _CaseBench:
                 watch(self._describe(), 1)
                 if repeat > 0:  # the first one warms up
                     self._found[way].append(replies)
-        return [self._summary(ratio, num_layers) for ratio in settings.ratios]
+        return [self._summary(way, num_layers) for way in settings.ways]
 
     def _describe(self) -> str:
         return f"{self._case.name}, chunks of {self._case.chunk_tokens}, batch {self._case.batch}"
 
     async def _introduce(self) -> None:
-        """Let the blending server build new documents."""
+        """Let the blending server build new documents, and probe them if a policy asks for that."""
         case = self._case
+        params = introducing_params(self._settings.policies, _INTRODUCING_RATIO)
         self._library.renew()
         for prompt in self._library.introductions(case.num_chunks, case.question_tokens):
-            await ask_together(self._blend, [to_body(prompt, _INTRODUCING, 1)])
+            await ask_together(self._blend, [to_body(prompt, params, 1)])
         self._pair.blend.wait_for_builds()
 
     def _prompts(self) -> list[Prompt]:
@@ -209,34 +229,33 @@ class _CaseBench:
             for first in range(case.batch)
         ]
 
-    async def _send(self, prompts: list[Prompt], ratio: float | None) -> list[Reply]:
+    async def _send(self, prompts: list[Prompt], way: Way | None) -> list[Reply]:
         if self._wakes:
-            await self._wake(self._stock if ratio is None else self._blend)
-        if ratio is None:
+            await self._wake(self._stock if way is None else self._blend)
+        if way is None:
             return await ask_together(self._stock, [to_body(p, None, 1) for p in prompts])
-        params = {"sgl_blend_ratio": ratio, "sgl_blend_policy": self._settings.policy}
+        params = {"sgl_blend_ratio": way.ratio, "sgl_blend_policy": way.policy}
         replies = await ask_together(self._blend, [to_body(p, params, 1) for p in prompts])
         for prompt, reply in zip(prompts, replies, strict=True):
             error = find_shortfall(prompt.num_reusable, reply)
             if error is not None:
-                self._errors.setdefault(ratio, error)
+                self._errors.setdefault(way, error)
         return replies
 
-    async def _wake(self, client: httpx.AsyncClient) -> None:
-        """Let a server prefill something new: a GPU that has nothing to do lowers its clock."""
-        tokens = min(_WAKING_TOKENS, self._case.prompt_tokens - self._case.system_tokens)
-        await ask_together(client, [to_body(self._library.prompt([], tokens), None, 1)])
+    async def _wake(self, client: Client) -> None:
+        tokens = self._case.prompt_tokens - self._case.system_tokens
+        await wake(client, self._library, tokens)
 
-    def _summary(self, ratio: float, num_layers: int) -> TtftRow:
-        if ratio in self._errors:
-            return self._row(ratio, error=self._errors[ratio])
+    def _summary(self, way: Way, num_layers: int) -> TtftRow:
+        if way in self._errors:
+            return self._row(way, error=self._errors[way])
         figures = summarise(
-            self._found[None], self._found[ratio], num_layers=num_layers, seed=self._settings.seed
+            self._found[None], self._found[way], num_layers=num_layers, seed=self._settings.seed
         )
-        return self._row(ratio, figures=figures)
+        return self._row(way, figures=figures)
 
     def _row(
-        self, ratio: float, *, figures: TtftFigures | None = None, error: str | None = None
+        self, way: Way, *, figures: TtftFigures | None = None, error: str | None = None
     ) -> TtftRow:
         case = self._case
         return TtftRow(
@@ -246,8 +265,8 @@ class _CaseBench:
             chunk_tokens=case.chunk_tokens,
             nominal_chunk_tokens=case.nominal_chunk_tokens,
             batch=case.batch,
-            ratio=ratio,
-            policy=self._settings.policy,
+            ratio=way.ratio,
+            policy=way.policy,
             figures=figures,
             error=error,
         )

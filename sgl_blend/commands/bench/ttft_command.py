@@ -61,7 +61,13 @@ def add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None
         "--batches", type=list_of(int), default=[1, 8], help="comma-separated: prompts sent at once"
     )
     parser.add_argument("--repeats", type=int, default=7, help="of every measurement")
-    add_common_flags(parser)
+    parser.add_argument(
+        "--policies",
+        type=list_of(str),
+        default=[BlendConfig().blend_policy],
+        help="comma-separated; each selects at every ratio",
+    )
+    add_common_flags(parser, one_policy=False)
 
 
 def length(text: str) -> int | str:
@@ -86,12 +92,18 @@ def run_ttft(args: argparse.Namespace) -> int:
     check_common(args)
     from rich.console import Console
 
-    from sgl_blend.commands.bench.report import TtftReport, describe, errors, make_ttft_table
+    from sgl_blend.commands.bench.report import (
+        TtftReport,
+        caveats,
+        describe,
+        errors,
+        make_ttft_table,
+    )
     from sgl_blend.commands.bench.ttft import TtftRow, measure_ttft
     from sgl_blend.commands.common.records import to_json
 
     settings = make_ttft_settings(args)
-    num_rows = len(settings.cases) * len(settings.ratios)
+    num_rows = len(settings.cases) * len(settings.ways)
     console = Console(stderr=True)
     with model_and_logs(args) as (model, logs):
         shape = read_shape(model)
@@ -127,6 +139,8 @@ def run_ttft(args: argparse.Namespace) -> int:
                 )
             )
     output_console().print(make_ttft_table(report))
+    for sentence in caveats(report.circumstances):
+        print_line(console, f"warning: {sentence}", "yellow")
     found = errors(report)
     for sentence in found:
         print_line(console, f"error: {sentence}", "red")
@@ -161,7 +175,7 @@ def make_ttft_settings(args: argparse.Namespace) -> TtftSettings:
             question_tokens=args.question_tokens,
         ),
         ratios=args.ratios,
-        policy=args.policy,
+        policies=args.policies,
         repeats=args.repeats,
         seed=args.seed,
     )

@@ -93,6 +93,10 @@ class Server:
         told: dict[str, Any] = self.http.get("/server_info").raise_for_status().json()
         return told
 
+    def attention_backend(self) -> str:
+        """Return by which of SGLang's backends the server attends."""
+        return str(self.server_info().get("attention_backend"))
+
     def wait_for_builds(self) -> None:
         """Return when no chunk of an earlier request is waiting to be built or being built.
 

@@ -1,0 +1,275 @@
+"""What of our kernels is compiled ahead of time: every kernel, for the models that are served.
+
+Triton compiles a kernel anew for each type and constant. compile_kernels.py compiles this list.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from sgl_blend.kernels import (
+    delta_rope_tables_triton,
+    delta_rope_triton,
+    kv_deviation_triton,
+    ragged_attention_triton,
+    row_compaction_triton,
+    segmented_topk_triton,
+)
+from sgl_blend.kernels.ragged_attention_tiles import TileShape, choose_tile, padded_dim
+
+HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
+"""Of the models that are served, and of the smallest test models."""
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e5m2: "*fp8e5",
+}
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel with everything that decides its machine code.
+
+    Attributes:
+        label: Kernel and configuration.
+        kernel: The jitted function.
+        arguments: Type of each argument that is not a constant; a missing one is i32.
+        constants: Values of the constants.
+        aligned: Integer arguments that are multiples of 16, as strides are.
+        num_warps: Warps per program.
+        num_stages: Depth of the software pipeline.
+        least_mean_access: Bytes that a thread must read or write at once in the mean; less means
+            that the compiler has lost sight of an alignment.
+        may_spill: Whether it may: slow, right, and run by no server that is fast in anything.
+        quick: Whether it is in the short list.
+    """
+
+    label: str
+    kernel: Any
+    arguments: Mapping[str, str]
+    constants: Mapping[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    least_mean_access: float = 0.0
+    may_spill: bool = False
+    quick: bool = False
+
+
+def copies() -> Iterator[Build]:
+    """All layers' KV moved at once: Llama-like rows."""
+    cases: list[tuple[torch.dtype, bool, int, int, int]] = [
+        (torch.bfloat16, True, 8, 128, 128),
+        (torch.bfloat16, False, 8, 128, 128),
+        (torch.bfloat16, True, 32, 128, 128),
+        (torch.bfloat16, True, 8, 80, 32),
+        (torch.bfloat16, True, 1, 256, 64),
+        (torch.float16, True, 8, 128, 128),
+        (torch.float32, True, 8, 128, 128),
+        (torch.float8_e4m3fn, True, 8, 128, 128),
+        (torch.float8_e4m3fn, False, 8, 128, 128),
+        (torch.float8_e5m2, True, 8, 128, 128),
+        *((torch.bfloat16, True, 2, dim, dim) for dim in HEAD_DIMS),
+    ]
+    for dtype, neox, heads, dim, rotary in cases:
+        style = "neox" if neox else "gptj"
+        yield Build(
+            f"copy_rotated_layers {_short(dtype)} {style} {heads}x{dim} rotary {rotary}",
+            delta_rope_triton._copy_rotated_layers,
+            {
+                "address_ptr": "*i64", "source_ptr": "*i64", "dest_ptr": "*i64",
+                "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+            },
+            {
+                "DTYPE": delta_rope_triton.TRITON_DTYPES[dtype],
+                "LIMIT": delta_rope_triton.FP8_LIMITS.get(dtype, 0.0), "NEOX": neox,
+                "NUM_HEADS": heads, "HEAD_DIM": dim, "HALF": rotary // 2, "V_WIDTH": heads * dim,
+                **delta_rope_triton.copy_blocks(heads, dim, rotary // 2, dim),
+            },
+            aligned=("k_stride", "v_stride"),
+            least_mean_access=8 if heads * dim > 32 else 4,
+            quick=heads == 8 and dim == 128 and dtype in (torch.bfloat16, torch.float8_e4m3fn),
+        )  # fmt: skip
+
+
+def tables() -> Iterator[Build]:
+    """The rotations of a step, from tables in float32 and in the model's dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for half in (8, 24, 64, 128):
+            yield Build(
+                f"delta_rope_tables {_short(dtype)} rotary {2 * half}",
+                delta_rope_tables_triton._tables,
+                {
+                    "table_ptr": POINTERS[dtype], "old_ptr": "*i64", "new_ptr": "*i64",
+                    "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+                },
+                {
+                    "HALF": half, "BLOCK_R": triton.next_power_of_2(half),
+                    "BLOCK_T": delta_rope_tables_triton.BLOCK_TOKENS,
+                },
+                aligned=("table_stride",),
+                quick=half == 64,
+            )  # fmt: skip
+
+
+def deviations() -> Iterator[Build]:
+    """V as it is, K moved first."""
+    half_precision, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    whole = [(dim, half) for dim in HEAD_DIMS for half in (0, dim // 2)]
+    for dtype, pool_dtype, dim, half, neox in (
+        (half_precision, half_precision, 128, 0, True),
+        (half_precision, half_precision, 128, 64, True),
+        (half_precision, half_precision, 128, 64, False),
+        (half_precision, half_precision, 128, 32, True),
+        (half_precision, fp8, 128, 0, True),
+        (half_precision, fp8, 128, 64, True),
+        (fp8, fp8, 128, 0, True),  # a probe compares two parts of the pool
+        *((half_precision, half_precision, *dims, True) for dims in whole),
+    ):
+        moved = f"moved {'neox' if neox else 'gptj'} {2 * half}" if half else "as it is"
+        yield Build(
+            f"kv_deviation_at {_short(dtype)}/{_short(pool_dtype)} d{dim} {moved}",
+            kv_deviation_triton._deviation,
+            {
+                "fresh_ptr": POINTERS[dtype], "pool_ptr": POINTERS[pool_dtype],
+                "row_ptr": "*i64", "slot_ptr": "*i64",
+                "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*fp32",
+            },
+            {
+                "NEOX": neox, "NUM_HEADS": 8, "HEAD_DIM": dim, "HALF": half,
+                **delta_rope_triton.pair_blocks(8, dim, half),
+            },
+            aligned=("fresh_stride", "pool_stride"),
+            least_mean_access=8,
+            quick=dim == 128 and half in (0, 64) and neox,
+        )  # fmt: skip
+
+
+def selections() -> Iterator[Build]:
+    """Both block sizes."""
+    for block in (segmented_topk_triton._SHORT_BLOCK, segmented_topk_triton._LONG_BLOCK):
+        yield Build(
+            f"segmented_topk block {block}",
+            segmented_topk_triton._segmented_topk,
+            {
+                "score_ptr": "*fp32", "first_ptr": "*i32", "first_taken_ptr": "*i32",
+                "taken_ptr": "*i64", "left_ptr": "*i64",
+            },
+            {"BLOCK": block},
+            num_warps=block // segmented_topk_triton._ROWS_PER_WARP,
+            quick=True,
+        )  # fmt: skip
+
+
+def compactions() -> Iterator[Build]:
+    """Hidden state, residual, positions and slots of a model of 4096."""
+    for dtype in (torch.bfloat16, torch.float32):
+        wide = POINTERS[dtype]
+        kinds = [wide, wide, "*i64", "*i32"]
+        types = {f"source{n}": kind for n, kind in enumerate(kinds)}
+        types |= {f"target{n}": kind for n, kind in enumerate(kinds)}
+        yield Build(
+            f"compact_rows {_short(dtype)} 2 x 4096",
+            row_compaction_triton._compact_rows,
+            {"row_ptr": "*i64", **types},
+            {"WIDTH0": 4096, "WIDTH1": 4096, "WIDTH2": 1, "WIDTH3": 1, "BLOCK": 2048,
+             "stride2": 1, "stride3": 1},
+            aligned=("stride0", "stride1"),
+            least_mean_access=8,
+            quick=dtype == torch.bfloat16,
+        )  # fmt: skip
+
+
+def attentions() -> Iterator[Build]:
+    """Every tile of the table, split and whole, and narrow KV."""
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    for dtype, kv_dtype, dim, v_dim, split, paged in (
+        *((bf16, bf16, dim, dim, split, True) for dim in HEAD_DIMS for split in (False, True)),
+        (bf16, bf16, 128, 128, False, False),
+        (bf16, bf16, 192, 128, False, True),
+        (bf16, fp8, 128, 128, False, True),
+        (bf16, fp8, 64, 64, False, True),
+        (bf16, fp8, 256, 256, False, True),
+        (bf16, torch.float8_e5m2, 128, 128, False, True),
+        (torch.float16, torch.float16, 128, 128, False, True),
+        *((torch.float32, torch.float32, dim, dim, False, True) for dim in HEAD_DIMS),
+        (torch.float32, fp8, 64, 64, False, True),
+    ):
+        yield attention(dtype, kv_dtype, dim, v_dim, split=split, paged=paged)
+    for group in (1, 7, 8):
+        yield attention(bf16, bf16, 128, 128, group=group)
+    for most_requests in (64, 256, 1024, 4096):
+        yield attention(bf16, bf16, 128, 128, most_requests=most_requests)
+    for dim in HEAD_DIMS:
+        yield Build(
+            f"merge_splits {dim}",
+            ragged_attention_triton._merge_splits,
+            {"partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "out_ptr": "*bf16", "v_scale": "fp32"},
+            {"V_HEAD_DIM": dim, "BLOCK_DV": padded_dim(dim)},
+            num_warps=1,
+            quick=dim == 128,
+        )
+
+
+def attention(
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    dim: int,
+    v_dim: int,
+    *,
+    split: bool = False,
+    paged: bool = True,
+    group: int = 4,
+    most_requests: int = 16,
+    tile: TileShape | None = None,
+) -> Build:
+    """One build of the attention kernel, with the default tile unless another is given."""
+    padded, v_padded = padded_dim(dim), padded_dim(v_dim)
+    tile = tile or choose_tile(max(dim, v_dim), dtype)
+    kv_pointer = POINTERS[kv_dtype]
+    width = f"{dim}/{v_dim}" if dim != v_dim else str(dim)
+    shape = f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
+    where = "" if paged else " rows"
+    many = f" {most_requests} requests" if most_requests > 16 else ""
+    return Build(
+        f"ragged_attention {_short(dtype)}/{_short(kv_dtype)} d{width} group {group} {shape}"
+        f"{' split' if split else ''}{where}{many}",
+        ragged_attention_triton._ragged_attention,
+        {
+            "q_ptr": POINTERS[dtype], "k_ptr": kv_pointer, "v_ptr": kv_pointer,
+            "out_ptr": "*fp32" if split else POINTERS[dtype], "log_sum_ptr": "*fp32",
+            "position_ptr": "*i32", "bounds_ptr": "*i32", "slot_ptr": "*i64",
+            "log2_scale": "fp32", "v_scale": "fp32",
+        },
+        {
+            "PAGED": paged, "SPLIT": split, "GROUP": group,
+            "HEAD_DIM": dim, "V_HEAD_DIM": v_dim, "BLOCK_D": padded, "BLOCK_DV": v_padded,
+            "BLOCK_B": most_requests, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        },
+        aligned=("q_stride", "k_stride", "v_stride"),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        # float32 runs in tests alone: its products use the scalar units.
+        may_spill=dtype == torch.float32 and (dim in (80, 96) or kv_dtype != dtype),
+        quick=dim == v_dim == 128 and dtype == torch.bfloat16 and paged and group == 4 and not many,
+    )  # fmt: skip
+
+
+def _short(dtype: torch.dtype) -> str:
+    return POINTERS[dtype].removeprefix("*")
+
+
+LISTS: tuple[Callable[[], Iterator[Build]], ...] = (
+    copies,
+    tables,
+    deviations,
+    selections,
+    compactions,
+    attentions,
+)
