@@ -13,13 +13,14 @@ share writes an unfinished result and its log-sum, and a second kernel merges th
 
 # mypy: disallow-untyped-decorators=False
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
 from sgl_blend.kernels.checks import check_rows, check_tensor
 from sgl_blend.kernels.ragged_attention_tiles import (
@@ -29,7 +30,7 @@ from sgl_blend.kernels.ragged_attention_tiles import (
     padded_dim,
     request_block,
 )
-from sgl_blend.kernels.upload import upload
+from sgl_blend.kernels.upload import to_device
 
 _LOG2_E = 1.4426950408889634
 
@@ -39,7 +40,7 @@ class TritonPlan:
     """Where the rows of a batch stand and where their KV lies; the same in all layers.
 
     Attributes:
-        positions: int32 [T], absolute position of every row, ascending within a request.
+        positions: Integers [T], absolute position of every row, ascending within a request.
         num_rows: Rows of each request.
         max_length: Positions of the longest request.
         bounds: int32 [3, B + 1] on the device: where the rows of each request begin, where its KV
@@ -60,18 +61,25 @@ class TritonRagged:
 
     name = "triton"
 
+    def host_counts(self, num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
+        """Return the bounds of TritonPlan, int32 [3, B + 1]; see RaggedKernel."""
+        return _host_bounds(num_rows, lengths)
+
     def plan(
         self,
         positions: torch.Tensor,
         num_rows: Sequence[int],
         kv_slots: Sequence[torch.Tensor],
         dtype: torch.dtype,
+        *,
+        counts: torch.Tensor | None = None,
     ) -> TritonPlan:
         """Prepare a batch; arguments as plan_ragged. The dtype is that of the queries, any will do."""
         if len(kv_slots) != len(num_rows):
             raise ValueError(f"kv_slots: expected {len(num_rows)} requests, got {len(kv_slots)}")
+        lengths = [len(slots) for slots in kv_slots]
         slots = torch.cat(list(kv_slots)) if kv_slots else positions
-        return plan_triton(positions, num_rows, [len(s) for s in kv_slots], slots)
+        return plan_triton(positions, num_rows, lengths, slots, counts)
 
     def run(
         self,
@@ -90,11 +98,20 @@ class TritonRagged:
         )
 
 
+def _host_bounds(num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
+    bounds = np.zeros((3, len(num_rows) + 1), dtype=np.int32)
+    np.cumsum(num_rows, out=bounds[0, 1:])
+    np.cumsum(lengths, out=bounds[1, 1:])
+    bounds[2, :-1] = lengths
+    return bounds
+
+
 def plan_triton(
     positions: torch.Tensor,
     num_rows: Sequence[int],
     lengths: Sequence[int],
     slots: torch.Tensor | None,
+    bounds: torch.Tensor | None = None,
 ) -> TritonPlan:
     """Prepare a batch, once for all layers.
 
@@ -103,6 +120,7 @@ def plan_triton(
         num_rows: Rows of each request.
         lengths: Positions of each request.
         slots: [sum(lengths)] pool slots; None if K and V come as rows [sum(lengths), ...].
+        bounds: See TritonPlan; None if they are to be sent now.
 
     Raises:
         ValueError: The rows do not add up to the positions, or the lengths to the slots.
@@ -111,13 +129,13 @@ def plan_triton(
         raise ValueError(f"num_rows: expected a sum of {positions.shape[0]}, got {sum(num_rows)}")
     if slots is not None and num_rows:
         check_tensor("slots", slots, shape=(sum(lengths),))
-    first_row = list(itertools.accumulate(num_rows, initial=0))
-    first_kv = list(itertools.accumulate(lengths, initial=0))
+    if bounds is None:
+        bounds = to_device(torch.from_numpy(_host_bounds(num_rows, lengths)), positions.device)
     return TritonPlan(
-        positions=positions.to(torch.int32),
+        positions=positions,
         num_rows=tuple(num_rows),
         max_length=max(lengths, default=0),
-        bounds=upload([first_row, first_kv, [*lengths, 0]], torch.int32, positions.device),
+        bounds=bounds,
         slots=slots,
     )
 
@@ -219,7 +237,7 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
     row = first_row + tile * TILE_ROWS + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     valid = (packed < TILE_ROWS * GROUP) & (row < stop_row)
-    position = tl.load(position_ptr + row, mask=valid, other=-1)
+    position = tl.load(position_ptr + row, mask=valid, other=-1).to(tl.int32)
     last = tl.minimum(tl.max(position, 0), kv_length - 1)
     first = tl.min(tl.where(valid, position, last), 0)
     position = tl.where(valid, position, last)  # rows of padding look somewhere; nobody reads them
