@@ -14,7 +14,8 @@ share writes an unfinished result and its log-sum, and a second kernel merges th
 # mypy: disallow-untyped-decorators=False
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +23,13 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from sgl_blend.kernels.checks import check_rows, check_tensor
+from sgl_blend.kernels.checks import check_tensor
 from sgl_blend.kernels.ragged_attention_tiles import (
+    Launch,
     TileShape,
-    choose_splits,
-    choose_tile,
+    host_bounds,
     padded_dim,
-    request_block,
+    prepare_launch,
 )
 from sgl_blend.kernels.upload import to_device
 
@@ -47,6 +48,8 @@ class TritonPlan:
             begins, and how many positions it has (last column unused).
         slots: int32 or int64, the pool slot of every position, requests one after another; None if
             K and V are such rows themselves and not a pool.
+        launches: What was checked and decided for shapes of q, k and v, in the first layer that had
+            them. The host spends no time on it in the others.
     """
 
     positions: torch.Tensor
@@ -54,6 +57,7 @@ class TritonPlan:
     max_length: int
     bounds: torch.Tensor
     slots: torch.Tensor | None
+    launches: dict[Any, Launch] = field(default_factory=dict, repr=False)
 
 
 class TritonRagged:
@@ -63,7 +67,7 @@ class TritonRagged:
 
     def host_counts(self, num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
         """Return the bounds of TritonPlan, int32 [3, B + 1]; see RaggedKernel."""
-        return _host_bounds(num_rows, lengths)
+        return host_bounds(num_rows, lengths)
 
     def plan(
         self,
@@ -98,14 +102,6 @@ class TritonRagged:
         )
 
 
-def _host_bounds(num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
-    bounds = np.zeros((3, len(num_rows) + 1), dtype=np.int32)
-    np.cumsum(num_rows, out=bounds[0, 1:])
-    np.cumsum(lengths, out=bounds[1, 1:])
-    bounds[2, :-1] = lengths
-    return bounds
-
-
 def plan_triton(
     positions: torch.Tensor,
     num_rows: Sequence[int],
@@ -130,7 +126,7 @@ def plan_triton(
     if slots is not None and num_rows:
         check_tensor("slots", slots, shape=(sum(lengths),))
     if bounds is None:
-        bounds = to_device(torch.from_numpy(_host_bounds(num_rows, lengths)), positions.device)
+        bounds = to_device(torch.from_numpy(host_bounds(num_rows, lengths)), positions.device)
     return TritonPlan(
         positions=positions,
         num_rows=tuple(num_rows),
@@ -160,7 +156,7 @@ def ragged_attention_triton(
             slots; any floating-point dtype, fp8 included, is read as q's.
         v: [num_slots, num_kv_heads, v_head_dim], likewise.
         plan: From plan_triton.
-        scale: Factor on the scores before the softmax, the scale of an fp8 key included.
+        scale: Factor on the scores before the softmax, positive, the scale of an fp8 key included.
         v_scale: Factor on the values.
         tile: Other than choose_tile's.
         num_splits: Shares of the KV; None decides by how many programs fill the device.
@@ -173,43 +169,31 @@ def ragged_attention_triton(
     Raises:
         ValueError: Shapes do not fit, or the plan is for another number of rows.
     """
-    num_rows, num_heads, head_dim = q.shape
-    _, num_kv_heads, v_head_dim = v.shape
-    check_tensor("q", q, shape=(plan.positions.shape[0], None, None))
-    check_tensor("k", k, shape=(None, num_kv_heads, head_dim))
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, tensor)
-    tile = tile or choose_tile(max(head_dim, v_head_dim), q.dtype)
-    group = num_heads // num_kv_heads
-    if group * num_kv_heads != num_heads or group > tile.block_m:
-        raise ValueError(f"q: {num_heads} heads do not pack over {num_kv_heads} KV heads")
+    if scale <= 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+    key = q.shape, q.dtype, k.shape, v.shape, tile, num_splits, num_tiles
+    launch = plan.launches.get(key)
+    if launch is None:
+        is_paged = plan.slots is not None
+        launch = prepare_launch(
+            q, k, v, plan.num_rows, plan.max_length, is_paged, tile, num_splits, num_tiles
+        )
+        plan.launches[key] = launch
+    num_rows, num_heads, _ = q.shape
+    v_head_dim = v.shape[2]
     out = q.new_empty(num_rows, num_heads, v_head_dim)
     if not num_rows:
         return out
-    tile_rows = tile.block_m // group
-    needed = sum(triton.cdiv(rows, tile_rows) for rows in plan.num_rows)
-    num_tiles = needed if num_tiles is None else num_tiles
-    if num_tiles < needed:
-        raise ValueError(f"num_tiles: expected at least {needed}, got {num_tiles}")
-    splits = num_splits or choose_splits(q.device, num_tiles * num_kv_heads, plan.max_length)
-    partial, log_sum = out, q
-    if splits > 1:
-        partial = q.new_empty(splits, num_rows, num_heads, v_head_dim, dtype=torch.float32)
-        log_sum = q.new_empty(splits, num_rows, num_heads, dtype=torch.float32)
-    _ragged_attention[(num_tiles, num_kv_heads, splits)](
-        q, k, v, partial, log_sum, plan.positions, plan.bounds,
-        plan.bounds if plan.slots is None else plan.slots,
+    partial = out if launch.partial is None else launch.partial
+    _ragged_attention[launch.grid](
+        q, k, v, partial, q if launch.log_sum is None else launch.log_sum,
+        plan.positions, plan.bounds, plan.bounds if plan.slots is None else plan.slots,
         len(plan.num_rows), num_rows, scale * _LOG2_E, v_scale,
-        q.stride(0), k.stride(0), v.stride(0),
-        PAGED=plan.slots is not None, SPLIT=splits > 1, GROUP=group,
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        BLOCK_D=padded_dim(head_dim), BLOCK_DV=padded_dim(v_head_dim),
-        BLOCK_B=request_block(len(plan.num_rows)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        q.stride(0), k.stride(0), v.stride(0), **launch.constants,
     )  # fmt: skip
-    if splits > 1:
+    if launch.log_sum is not None:
         _merge_splits[(num_rows * num_heads,)](
-            partial, log_sum, out, num_rows * num_heads, splits, v_scale,
+            partial, launch.log_sum, out, num_rows * num_heads, launch.grid[2], v_scale,
             V_HEAD_DIM=v_head_dim, BLOCK_DV=padded_dim(v_head_dim), num_warps=1,
         )  # fmt: skip
     return out
@@ -264,7 +248,7 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
         True, PAGED, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     _store_tile(
-        out_ptr, log_sum_ptr, mixed, total, peak, row, head, valid, num_rows, v_scale,
+        out_ptr, log_sum_ptr, mixed, total, peak * log2_scale, row, head, valid, num_rows, v_scale,
         SPLIT, GROUP, V_HEAD_DIM, BLOCK_DV,
     )  # fmt: skip
 
@@ -319,14 +303,16 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         inside = kv_position < end
         kv_row = _find_rows(slot_ptr, kv_start, kv_position, inside, MASKED, PAGED)
         k = _load_block(k_head_ptr, kv_row, k_stride, inside, MASKED, HEAD_DIM, BLOCK_D).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(kv_position[None, :] <= position[:, None], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         # A row that has seen nothing so far has no peak, and inf - inf is not a number.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        shrink = tl.exp2(peak - base)
-        weight = tl.exp2(scores - base[:, None])
+        # Peaks are not scaled, so that a score costs one fused multiply-add before its exp2.
+        base = base * log2_scale
+        shrink = tl.exp2(peak * log2_scale - base)
+        weight = tl.exp2(scores * log2_scale - base[:, None])
         total = total * shrink + tl.sum(weight, 1)
         v = _load_block(v_head_ptr, kv_row, v_stride, inside, MASKED, V_HEAD_DIM, BLOCK_DV)
         mixed = mixed * shrink[:, None]
