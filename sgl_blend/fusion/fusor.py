@@ -395,5 +395,6 @@ class _Moved:
         heads = () if plan.heads is None else plan.heads.spans
         rows = plan.moved_rows.tensor
         sources = [span.slots for span in (*heads, *plan.spans)]
-        # A batch may drop nothing at all, at ratio 1.
-        return cls(joined(sources or [rows]), row_slots(batch).index_select(0, rows))
+        # A batch may drop nothing at all, at ratio 1. A single span is copied too: its owner may
+        # let go of it while the forward is still queued.
+        return cls(torch.cat(sources or [rows]), row_slots(batch).index_select(0, rows))
