@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgl_blend.kernels.row_partition import first_rows
 
@@ -31,14 +33,31 @@ class RaggedKernel(Protocol):
 
     name: str
 
+    def host_counts(
+        self, num_rows: Sequence[int], lengths: Sequence[int]
+    ) -> NDArray[np.int32] | None:
+        """Return what a plan needs on the device of counts alone; None if it needs nothing there.
+
+        It can be sent long before the plan is made, with other things.
+
+        Args:
+            num_rows: Rows of each request.
+            lengths: Positions of each request.
+        """
+
     def plan(
         self,
         positions: torch.Tensor,
         num_rows: Sequence[int],
         kv_slots: Sequence[torch.Tensor],
         dtype: torch.dtype,
+        *,
+        counts: torch.Tensor | None = None,
     ) -> Any:
-        """Prepare a batch, once for all layers; arguments as plan_ragged."""
+        """Prepare a batch, once for all layers; arguments as plan_ragged.
+
+        Counts are those of host_counts on the device, or None if the plan is to send them itself.
+        """
 
     def run(
         self,
@@ -57,12 +76,17 @@ class TorchRagged:
 
     name = "torch"
 
+    def host_counts(self, num_rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Need nothing; see RaggedKernel."""
+
     def plan(
         self,
         positions: torch.Tensor,
         num_rows: Sequence[int],
         kv_slots: Sequence[torch.Tensor],
         dtype: torch.dtype,
+        *,
+        counts: torch.Tensor | None = None,
     ) -> "RaggedBatch":
         """Prepare a batch; see plan_ragged."""
         return plan_ragged(positions, num_rows, kv_slots, dtype)

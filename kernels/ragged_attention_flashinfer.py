@@ -227,12 +227,17 @@ class FlashInferRagged:
         )
         self._plan_buffers = _PlanBuffers(device)
 
+    def host_counts(self, num_rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Need nothing: FlashInfer sends its own plan, in copies of its own."""
+
     def plan(
         self,
         positions: torch.Tensor,
         num_rows: Sequence[int],
         kv_slots: Sequence[torch.Tensor],
         dtype: torch.dtype,
+        *,
+        counts: torch.Tensor | None = None,
         bounds: Sequence[Sequence[int]] | None = None,
     ) -> FlashInferPlan:
         """Prepare a batch; arguments as plan_ragged, and nothing is asked of the device.
@@ -242,6 +247,7 @@ class FlashInferRagged:
             num_rows: See plan_ragged.
             kv_slots: See plan_ragged.
             dtype: Of the queries; the layout's.
+            counts: There are none.
             bounds: Per request and group of 128 rows a position that no row of it reaches, if known
                 on the host; KV after it is skipped. fa3 only: it alone lets groups share slots.
 

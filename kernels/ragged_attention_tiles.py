@@ -1,8 +1,15 @@
 """How the work of scattered attention is cut on a GPU: tiles, and shares of the KV."""
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+from sgl_blend.kernels.checks import check_rows, check_tensor
 
 _MAX_SPLITS = 32
 _MIN_SPLIT_POSITIONS = 512
@@ -20,6 +27,19 @@ class TileShape:
     block_n: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launches of all layers have in common: grid, constants, and room for shares.
+
+    A layer reads what the one before has left in the buffers of the shares only after it wrote it anew.
+    """
+
+    grid: tuple[int, int, int]
+    constants: dict[str, Any]
+    partial: torch.Tensor | None
+    log_sum: torch.Tensor | None
 
 
 # By head_dim, rounded up to a power of 2, for 16-bit queries: the largest tiles of which ptxas spills
@@ -83,6 +103,79 @@ def choose_splits(device: torch.device, num_programs: int, max_length: int) -> i
     """
     if device.type != "cuda":
         return 1
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // num_programs
+    wanted = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // num_programs
     return max(1, min(wanted, _MAX_SPLITS, max_length // _MIN_SPLIT_POSITIONS))
+
+
+def host_bounds(num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
+    """Return the bounds of a TritonPlan, int32 [3, B + 1]; arguments as RaggedKernel.host_counts."""
+    bounds = np.zeros((3, len(num_rows) + 1), dtype=np.int32)
+    np.cumsum(num_rows, out=bounds[0, 1:])
+    np.cumsum(lengths, out=bounds[1, 1:])
+    bounds[2, :-1] = lengths
+    return bounds
+
+
+def prepare_launch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    num_rows: tuple[int, ...],
+    max_length: int,
+    is_paged: bool,
+    tile: TileShape | None,
+    num_splits: int | None,
+    num_tiles: int | None,
+) -> Launch:
+    """Check what a layer brings, and decide how it is cut.
+
+    Args:
+        q: As in ragged_attention_triton, like k, v, tile, num_splits and num_tiles.
+        k: See q.
+        v: See q.
+        num_rows: Rows of each request.
+        max_length: Positions of the longest request.
+        is_paged: Whether K and V are pools.
+        tile: See q.
+        num_splits: See q.
+        num_tiles: See q.
+
+    Raises:
+        ValueError: Shapes do not fit.
+    """
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, v_head_dim = v.shape
+    check_tensor("q", q, shape=(sum(num_rows), None, None))
+    check_tensor("k", k, shape=(None, num_kv_heads, head_dim))
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_rows(name, tensor)
+    tile = tile or choose_tile(max(head_dim, v_head_dim), q.dtype)
+    group = num_heads // num_kv_heads
+    if group * num_kv_heads != num_heads or group > tile.block_m:
+        raise ValueError(f"q: {num_heads} heads do not pack over {num_kv_heads} KV heads")
+    tile_rows = tile.block_m // group
+    needed = sum(-(-rows // tile_rows) for rows in num_rows)
+    num_tiles = needed if num_tiles is None else num_tiles
+    if num_tiles < needed:
+        raise ValueError(f"num_tiles: expected at least {needed}, got {num_tiles}")
+    programs = max(1, num_tiles * num_kv_heads)
+    splits = num_splits or choose_splits(q.device, programs, max_length)
+    partial, log_sum = None, None
+    if splits > 1:
+        shape = splits, q.shape[0], num_heads
+        partial = q.new_empty(*shape, v_head_dim, dtype=torch.float32)
+        log_sum = q.new_empty(shape, dtype=torch.float32)
+    constants = {
+        "PAGED": is_paged, "SPLIT": splits > 1, "GROUP": group,
+        "HEAD_DIM": head_dim, "V_HEAD_DIM": v_head_dim,
+        "BLOCK_D": padded_dim(head_dim), "BLOCK_DV": padded_dim(v_head_dim),
+        "BLOCK_B": request_block(len(num_rows)),
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    return Launch((num_tiles, num_kv_heads, splits), constants, partial, log_sum)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -13,23 +13,25 @@ share writes an unfinished result and its log-sum, and a second kernel merges th
 
 # mypy: disallow-untyped-decorators=False
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 
-from sgl_blend.kernels.checks import check_rows, check_tensor
+from sgl_blend.kernels.checks import check_tensor
 from sgl_blend.kernels.ragged_attention_tiles import (
+    Launch,
     TileShape,
-    choose_splits,
-    choose_tile,
+    host_bounds,
     padded_dim,
-    request_block,
+    prepare_launch,
 )
-from sgl_blend.kernels.upload import upload
+from sgl_blend.kernels.upload import to_device
 
 _LOG2_E = 1.4426950408889634
 
@@ -39,13 +41,15 @@ class TritonPlan:
     """Where the rows of a batch stand and where their KV lies; the same in all layers.
 
     Attributes:
-        positions: int32 [T], absolute position of every row, ascending within a request.
+        positions: Integers [T], absolute position of every row, ascending within a request.
         num_rows: Rows of each request.
         max_length: Positions of the longest request.
         bounds: int32 [3, B + 1] on the device: where the rows of each request begin, where its KV
             begins, and how many positions it has (last column unused).
         slots: int32 or int64, the pool slot of every position, requests one after another; None if
             K and V are such rows themselves and not a pool.
+        launches: What was checked and decided for shapes of q, k and v, in the first layer that had
+            them. The host spends no time on it in the others.
     """
 
     positions: torch.Tensor
@@ -53,6 +57,7 @@ class TritonPlan:
     max_length: int
     bounds: torch.Tensor
     slots: torch.Tensor | None
+    launches: dict[Any, Launch] = field(default_factory=dict, repr=False)
 
 
 class TritonRagged:
@@ -60,18 +65,25 @@ class TritonRagged:
 
     name = "triton"
 
+    def host_counts(self, num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
+        """Return the bounds of TritonPlan, int32 [3, B + 1]; see RaggedKernel."""
+        return host_bounds(num_rows, lengths)
+
     def plan(
         self,
         positions: torch.Tensor,
         num_rows: Sequence[int],
         kv_slots: Sequence[torch.Tensor],
         dtype: torch.dtype,
+        *,
+        counts: torch.Tensor | None = None,
     ) -> TritonPlan:
         """Prepare a batch; arguments as plan_ragged. The dtype is that of the queries, any will do."""
         if len(kv_slots) != len(num_rows):
             raise ValueError(f"kv_slots: expected {len(num_rows)} requests, got {len(kv_slots)}")
+        lengths = [len(slots) for slots in kv_slots]
         slots = torch.cat(list(kv_slots)) if kv_slots else positions
-        return plan_triton(positions, num_rows, [len(s) for s in kv_slots], slots)
+        return plan_triton(positions, num_rows, lengths, slots, counts)
 
     def run(
         self,
@@ -95,6 +107,7 @@ def plan_triton(
     num_rows: Sequence[int],
     lengths: Sequence[int],
     slots: torch.Tensor | None,
+    bounds: torch.Tensor | None = None,
 ) -> TritonPlan:
     """Prepare a batch, once for all layers.
 
@@ -103,6 +116,7 @@ def plan_triton(
         num_rows: Rows of each request.
         lengths: Positions of each request.
         slots: [sum(lengths)] pool slots; None if K and V come as rows [sum(lengths), ...].
+        bounds: See TritonPlan; None if they are to be sent now.
 
     Raises:
         ValueError: The rows do not add up to the positions, or the lengths to the slots.
@@ -111,13 +125,13 @@ def plan_triton(
         raise ValueError(f"num_rows: expected a sum of {positions.shape[0]}, got {sum(num_rows)}")
     if slots is not None and num_rows:
         check_tensor("slots", slots, shape=(sum(lengths),))
-    first_row = list(itertools.accumulate(num_rows, initial=0))
-    first_kv = list(itertools.accumulate(lengths, initial=0))
+    if bounds is None:
+        bounds = to_device(torch.from_numpy(host_bounds(num_rows, lengths)), positions.device)
     return TritonPlan(
-        positions=positions.to(torch.int32),
+        positions=positions,
         num_rows=tuple(num_rows),
         max_length=max(lengths, default=0),
-        bounds=upload([first_row, first_kv, [*lengths, 0]], torch.int32, positions.device),
+        bounds=bounds,
         slots=slots,
     )
 
@@ -142,7 +156,7 @@ def ragged_attention_triton(
             slots; any floating-point dtype, fp8 included, is read as q's.
         v: [num_slots, num_kv_heads, v_head_dim], likewise.
         plan: From plan_triton.
-        scale: Factor on the scores before the softmax, the scale of an fp8 key included.
+        scale: Factor on the scores before the softmax, positive, the scale of an fp8 key included.
         v_scale: Factor on the values.
         tile: Other than choose_tile's.
         num_splits: Shares of the KV; None decides by how many programs fill the device.
@@ -155,43 +169,31 @@ def ragged_attention_triton(
     Raises:
         ValueError: Shapes do not fit, or the plan is for another number of rows.
     """
-    num_rows, num_heads, head_dim = q.shape
-    _, num_kv_heads, v_head_dim = v.shape
-    check_tensor("q", q, shape=(plan.positions.shape[0], None, None))
-    check_tensor("k", k, shape=(None, num_kv_heads, head_dim))
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_rows(name, tensor)
-    tile = tile or choose_tile(max(head_dim, v_head_dim), q.dtype)
-    group = num_heads // num_kv_heads
-    if group * num_kv_heads != num_heads or group > tile.block_m:
-        raise ValueError(f"q: {num_heads} heads do not pack over {num_kv_heads} KV heads")
+    if scale <= 0:
+        raise ValueError(f"scale: expected a positive number, got {scale}")
+    key = q.shape, q.dtype, k.shape, v.shape, tile, num_splits, num_tiles
+    launch = plan.launches.get(key)
+    if launch is None:
+        is_paged = plan.slots is not None
+        launch = prepare_launch(
+            q, k, v, plan.num_rows, plan.max_length, is_paged, tile, num_splits, num_tiles
+        )
+        plan.launches[key] = launch
+    num_rows, num_heads, _ = q.shape
+    v_head_dim = v.shape[2]
     out = q.new_empty(num_rows, num_heads, v_head_dim)
     if not num_rows:
         return out
-    tile_rows = tile.block_m // group
-    needed = sum(triton.cdiv(rows, tile_rows) for rows in plan.num_rows)
-    num_tiles = needed if num_tiles is None else num_tiles
-    if num_tiles < needed:
-        raise ValueError(f"num_tiles: expected at least {needed}, got {num_tiles}")
-    splits = num_splits or choose_splits(q.device, num_tiles * num_kv_heads, plan.max_length)
-    partial, log_sum = out, q
-    if splits > 1:
-        partial = q.new_empty(splits, num_rows, num_heads, v_head_dim, dtype=torch.float32)
-        log_sum = q.new_empty(splits, num_rows, num_heads, dtype=torch.float32)
-    _ragged_attention[(num_tiles, num_kv_heads, splits)](
-        q, k, v, partial, log_sum, plan.positions, plan.bounds,
-        plan.bounds if plan.slots is None else plan.slots,
+    partial = out if launch.partial is None else launch.partial
+    _ragged_attention[launch.grid](
+        q, k, v, partial, q if launch.log_sum is None else launch.log_sum,
+        plan.positions, plan.bounds, plan.bounds if plan.slots is None else plan.slots,
         len(plan.num_rows), num_rows, scale * _LOG2_E, v_scale,
-        q.stride(0), k.stride(0), v.stride(0),
-        PAGED=plan.slots is not None, SPLIT=splits > 1, GROUP=group,
-        HEAD_DIM=head_dim, V_HEAD_DIM=v_head_dim,
-        BLOCK_D=padded_dim(head_dim), BLOCK_DV=padded_dim(v_head_dim),
-        BLOCK_B=request_block(len(plan.num_rows)), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        q.stride(0), k.stride(0), v.stride(0), **launch.constants,
     )  # fmt: skip
-    if splits > 1:
+    if launch.log_sum is not None:
         _merge_splits[(num_rows * num_heads,)](
-            partial, log_sum, out, num_rows * num_heads, splits, v_scale,
+            partial, launch.log_sum, out, num_rows * num_heads, launch.grid[2], v_scale,
             V_HEAD_DIM=v_head_dim, BLOCK_DV=padded_dim(v_head_dim), num_warps=1,
         )  # fmt: skip
     return out
@@ -219,7 +221,7 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
     row = first_row + tile * TILE_ROWS + packed // GROUP
     head = kv_head * GROUP + packed % GROUP
     valid = (packed < TILE_ROWS * GROUP) & (row < stop_row)
-    position = tl.load(position_ptr + row, mask=valid, other=-1)
+    position = tl.load(position_ptr + row, mask=valid, other=-1).to(tl.int32)
     last = tl.minimum(tl.max(position, 0), kv_length - 1)
     first = tl.min(tl.where(valid, position, last), 0)
     position = tl.where(valid, position, last)  # rows of padding look somewhere; nobody reads them
@@ -246,7 +248,7 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
         True, PAGED, HEAD_DIM, V_HEAD_DIM, BLOCK_D, BLOCK_DV, BLOCK_N,
     )  # fmt: skip
     _store_tile(
-        out_ptr, log_sum_ptr, mixed, total, peak, row, head, valid, num_rows, v_scale,
+        out_ptr, log_sum_ptr, mixed, total, peak * log2_scale, row, head, valid, num_rows, v_scale,
         SPLIT, GROUP, V_HEAD_DIM, BLOCK_DV,
     )  # fmt: skip
 
@@ -301,14 +303,16 @@ def _attend_blocks(  # type: ignore[no-untyped-def]
         inside = kv_position < end
         kv_row = _find_rows(slot_ptr, kv_start, kv_position, inside, MASKED, PAGED)
         k = _load_block(k_head_ptr, kv_row, k_stride, inside, MASKED, HEAD_DIM, BLOCK_D).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * log2_scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             scores = tl.where(kv_position[None, :] <= position[:, None], scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         # A row that has seen nothing so far has no peak, and inf - inf is not a number.
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        shrink = tl.exp2(peak - base)
-        weight = tl.exp2(scores - base[:, None])
+        # Peaks are not scaled, so that a score costs one fused multiply-add before its exp2.
+        base = base * log2_scale
+        shrink = tl.exp2(peak * log2_scale - base)
+        weight = tl.exp2(scores * log2_scale - base[:, None])
         total = total * shrink + tl.sum(weight, 1)
         v = _load_block(v_head_ptr, kv_row, v_stride, inside, MASKED, V_HEAD_DIM, BLOCK_DV)
         mixed = mixed * shrink[:, None]

@@ -30,6 +30,7 @@ from sgl_blend.engine.requests import (
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
+from sgl_blend.fusion.row_sizes import RowSizes
 from sgl_blend.policies import POLICIES
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
@@ -58,7 +59,9 @@ class Admission:
         cost_model: CostModel | None,
         build_first: bool,
         model: LoadedModel,
+        sizes: RowSizes,
     ) -> None:
+        self._sizes = sizes
         self._model = model
         self._store = store
         self._shares = shares
@@ -89,7 +92,7 @@ class Admission:
             # A plan of what happens to be stored would make the answer depend on the cache.
             reason = FallbackReason.BUILD_NOT_ADMITTED
             return _add_plain(attempt, reason, lookup)
-        plan = _make_plan(req, state, lookup, self._memories.holds)
+        plan = _make_plan(req, state, lookup, self._memories.holds, self._sizes)
         if plan is None or not plan.spans:
             reason = _why_nothing_is_reused(req, state, lookup)
         elif not self._is_worth_it(attempt, plan):
@@ -120,7 +123,9 @@ class Admission:
 
     def plan(self, req: Req, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
-        return _make_plan(req, state, self._lookups.look_up(req, state), self._memories.holds)
+        return _make_plan(
+            req, state, self._lookups.look_up(req, state), self._memories.holds, self._sizes
+        )
 
     def waits_for_builds(self, state: RequestState) -> bool:
         """Tell whether something is being built that a request was found to lack."""
@@ -235,7 +240,11 @@ def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
 
 
 def _make_plan(
-    req: Req, state: RequestState, lookup: Lookup, is_remembered: Callable[[ChunkHit], bool]
+    req: Req,
+    state: RequestState,
+    lookup: Lookup,
+    is_remembered: Callable[[ChunkHit], bool],
+    sizes: RowSizes,
 ) -> BlendPlan | None:
     trusts = POLICIES[state.policy].trusts_memory
     exact = None if lookup.exact is None else lookup.exact[0]
@@ -263,6 +272,7 @@ def _make_plan(
         computed_from=computed_from,
         policy=state.policy,
         ratio=state.ratio,
+        sizes=sizes,
     )
 
 

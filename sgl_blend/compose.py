@@ -29,6 +29,7 @@ from sgl_blend.fusion.layouts.mha import MHALayout
 from sgl_blend.fusion.memory import DeviationMemory
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
+from sgl_blend.fusion.row_sizes import NO_SIZES, RowSizes
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkStore
@@ -49,6 +50,7 @@ from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
 from sgl_blend.tuning.cost_model import CostModel, measure
 from sgl_blend.tuning.kernel_choice import choose_kernel
+from sgl_blend.tuning.row_sizes import measure_sizes
 from sgl_blend.tuning.trial import run_trial
 from sgl_blend.tuning.warm_up import warm_up
 
@@ -62,11 +64,13 @@ class _Fusion:
     Attributes:
         fusor: Runs it.
         cost_model: When it is faster than a full prefill; None if that does not count.
+        sizes: Numbers of rows that it multiplies well.
         described: For /server_info.
     """
 
     fusor: Fusor
     cost_model: CostModel | None
+    sizes: RowSizes
     described: dict[str, Any]
 
 
@@ -144,6 +148,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             cost_model=fusion.cost_model,
             build_first=build_first,
             model=model,
+            sizes=fusion.sizes,
         ),
         rounds=rounds,
         builder=builder,
@@ -203,14 +208,19 @@ def _make_fusion(
         cost_model = CostModel(
             measure(runner, layers[-1], pools, kernel, rotation, tp_group), split
         )
+    sizes = NO_SIZES
+    if config.blend_on_miss != "build":  # an answer may not depend on how fast this machine was
+        sizes = measure_sizes(runner, layers[-1], pools.v[0].device, tp_group)
     ratio = config.blend_recompute_ratio
     return _Fusion(
         fusor,
         cost_model,
+        sizes,
         {
             "attention": kernel.name,
             "dtype": str(dtype).removeprefix("torch."),
             "least_rows": None if cost_model is None else cost_model.least_rows(ratio),
+            "row_sizes": list(sizes.sizes),
             "rotation_errors": {str(delta): error for delta, error in errors.items()},
         },
     )

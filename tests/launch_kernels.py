@@ -73,6 +73,9 @@ def launch_all(rows: list[int]) -> None:
     )
     kv_deviation_triton.kv_deviation_at_triton(k[0], slots, k[1], slots, None)
     segmented_topk_triton.segmented_topk_triton(torch.zeros(count), rows, [n // 2 for n in rows])
+    half = [n // 2 for n in rows]
+    bounds = torch.zeros(3, len(rows) + 1, dtype=torch.int32)
+    segmented_topk_triton.select_rows_triton(torch.zeros(count), slots, rows, sum(half), bounds)
     hidden = torch.zeros(count, 4096, dtype=HALF)
     row_compaction_triton.compact_rows_triton(slots, [hidden, hidden, slots, slots.int()])
     plan = ragged_attention_triton.TritonRagged().plan(

@@ -239,9 +239,9 @@ def _all_rows_kept() -> Iterator[None]:
     from sgl_blend.fusion.plan import LayerSplit, StepPlan
     from sgl_blend.policies import POLICIES
 
-    original = Fusor._candidates
+    original = Fusor._plan
 
-    def candidates(fusor: Fusor, *args: Any) -> Any:
+    def plan(fusor: Fusor, *args: Any) -> Any:
         drops_any = property(lambda step: step.num_candidates)
         with patch.object(StepPlan, "num_dropped", drops_any):
             return original(fusor, *args)
@@ -257,7 +257,7 @@ def _all_rows_kept() -> Iterator[None]:
         return [count] * layers.above
 
     with (
-        patch.object(Fusor, "_candidates", candidates),
+        patch.object(Fusor, "_plan", plan),
         patch.object(StepPlan, "schedule", schedule),
         patch.object(StepPlan, "num_early", property(num_early)),
     ):

@@ -1,13 +1,20 @@
 """Scattered queries in Triton against a dense float64 oracle, and the law of causality (L2)."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from ragged_cases import Case, Rows, dense, make_case
 
+from sgl_blend.kernels import ragged_attention_triton as in_triton
 from sgl_blend.kernels.ragged_attention import RaggedKernel, TorchRagged, ragged_kernel
-from sgl_blend.kernels.ragged_attention_tiles import TileShape, choose_tile
+from sgl_blend.kernels.ragged_attention_tiles import (
+    Launch,
+    TileShape,
+    choose_tile,
+    prepare_launch,
+)
 from sgl_blend.kernels.ragged_attention_triton import (
     TritonPlan,
     TritonRagged,
@@ -257,6 +264,44 @@ def test_kernels_answer_alike_behind_one_protocol(kernel: RaggedKernel) -> None:
 def test_the_device_decides_which_kernel_runs() -> None:
     assert ragged_kernel(torch.device("cpu")).name == "torch"
     assert ragged_kernel(torch.device("cuda:1")).name == "triton"
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_layers_after_the_first_are_not_prepared_again(
+    monkeypatch: pytest.MonkeyPatch, splits: int
+) -> None:
+    first, second = (make_case([3, 40], seed=seed).on(DEVICE) for seed in (1, 2))
+    prepared = []
+
+    def prepare(*args: Any) -> Launch:
+        prepared.append(prepare_launch(*args))
+        return prepared[-1]
+
+    monkeypatch.setattr(in_triton, "prepare_launch", prepare)
+    shared = plan(first)
+    layers = [
+        ragged_attention_triton(
+            case.q, case.k_pool, case.v_pool, shared, scale=1.0, num_splits=splits
+        )
+        for case in (first, second, first)
+    ]
+    assert len(prepared) == 1
+    assert torch.equal(layers[0], layers[2]), "what a layer left in the buffers is read"
+    alone = ragged_attention_triton(
+        second.q, second.k_pool, second.v_pool, plan(first), scale=1.0, num_splits=splits
+    )
+    assert torch.equal(layers[1], alone)
+    assert not torch.equal(layers[0], layers[1])
+
+
+def test_other_shapes_are_prepared_anew() -> None:
+    case = make_case([5]).on(DEVICE)
+    shared = plan(case)
+    TRITON.run(case.q, case.k_pool, case.v_pool, shared, scale=1.0)
+    with pytest.raises(ValueError, match=r"^q: 3 heads do not pack over 2 KV heads$"):
+        TRITON.run(case.q[:, :3].contiguous(), case.k_pool, case.v_pool, shared, scale=1.0)
+    with pytest.raises(ValueError, match=r"^scale: expected a positive number, got 0.0$"):
+        TRITON.run(case.q, case.k_pool, case.v_pool, shared, scale=0.0)
 
 
 def test_batches_that_do_not_fit_are_refused() -> None:

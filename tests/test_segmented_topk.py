@@ -1,14 +1,15 @@
 """Segmented top-k: Triton and torch agree in every bit, and both with Python's sort."""
 
 import math
+import random
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_blend.kernels.segmented_topk import segmented_topk
-from sgl_blend.kernels.segmented_topk_triton import segmented_topk_triton
+from sgl_blend.kernels.segmented_topk import Segments, segmented_topk, select_rows
+from sgl_blend.kernels.segmented_topk_triton import segmented_topk_triton, select_rows_triton
 from support import DEVICE
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -95,6 +96,98 @@ def test_any_scores_and_any_budgets(segments: list[list[float]], data: st.DataOb
 def test_nothing_is_selected_from_nothing(lengths: list[int]) -> None:
     for got in select_both(torch.empty(0), lengths, lengths):
         assert got == ([], [])
+
+
+def select_both_ways(
+    scores: torch.Tensor, rows: torch.Tensor, segments: Segments
+) -> list[tuple[list[int], ...]]:
+    """Return what Triton and what torch keep of a batch."""
+    bounds = torch.from_numpy(segments.bounds())
+    by_triton = select_rows_triton(
+        scores.to(DEVICE),
+        rows.to(DEVICE),
+        segments.rows,
+        sum(segments.taken),
+        bounds.to(DEVICE),
+    )
+    by_torch = select_rows(scores, rows, segments, bounds)
+    found = []
+    for got in (by_triton, by_torch):
+        assert all(tensor.dtype == torch.int64 for tensor in got)
+        found.append(tuple(tensor.tolist() for tensor in got))
+    return found
+
+
+def batch_by_sorting(
+    scores: list[float], rows: list[int], segments: Segments
+) -> tuple[list[int], list[int], list[int]]:
+    """Take candidates by sorting tuples, and put every other row between them."""
+    taken, left = by_sorting(scores, list(segments.candidates), list(segments.taken))
+    gone = {rows[number] for number in left}
+    kept = [row for row in range(sum(segments.rows)) if row not in gone]
+    return kept, taken, [kept.index(rows[number]) for number in taken]
+
+
+def spread(candidates: list[int], num_rows: list[int], seed: int = 0) -> torch.Tensor:
+    """Draw the rows that candidates stand in, ascending within each request."""
+    draw = random.Random(seed)
+    first, rows = 0, []
+    for some, count in zip(candidates, num_rows, strict=True):
+        rows += sorted(draw.sample(range(first, first + count), some))
+        first += count
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.15, 1.0])
+@pytest.mark.parametrize(
+    ("candidates", "num_rows"),
+    [([1], [1]), ([60], [200]), ([0, 700, 0], [9, 1024, 3]), ([4100], [4096 + 70])],
+    ids=str,
+)
+def test_rows_that_are_no_candidates_stay(
+    candidates: list[int], num_rows: list[int], ratio: float
+) -> None:
+    taken = tuple(math.ceil(ratio * some) for some in candidates)
+    segments = Segments(tuple(num_rows), tuple(candidates), taken)
+    scores, rows = torch.rand(sum(candidates)), spread(candidates, num_rows)
+
+    for got in select_both_ways(scores, rows, segments):
+        assert got == batch_by_sorting(scores.tolist(), rows.tolist(), segments)
+
+
+@settings(max_examples=40)
+@given(segments=st.lists(st.lists(values, max_size=20), min_size=1, max_size=4), data=st.data())
+def test_any_rows_stay_between_any_candidates(
+    segments: list[list[float]], data: st.DataObject
+) -> None:
+    candidates = [len(segment) for segment in segments]
+    num_rows = [some + data.draw(st.integers(0, 20)) for some in candidates]
+    taken = tuple(data.draw(st.integers(0, some)) for some in candidates)
+    counts = Segments(tuple(num_rows), tuple(candidates), taken)
+    rows = spread(candidates, num_rows, data.draw(st.integers(0, 9)))
+    scores = [score for segment in segments for score in segment]
+
+    for got in select_both_ways(torch.tensor(scores, dtype=torch.float32), rows, counts):
+        assert got == batch_by_sorting(scores, rows.tolist(), counts)
+
+
+def test_scores_of_a_request_that_keeps_all_do_not_matter() -> None:
+    segments = Segments((4, 4), (3, 3), (3, 1))
+    rows, scores = torch.tensor([0, 2, 3, 4, 5, 7]), torch.tensor([1.0, 2.0, 3.0, 4.0, 9.0, 5.0])
+    for other in (0.0, math.nan, math.inf):
+        unknown = torch.cat([torch.full((3,), other), scores[3:]])
+        assert (
+            select_both_ways(unknown, rows, segments)
+            == [([0, 1, 2, 3, 5, 6], [0, 1, 2, 4], [0, 2, 3, 4])] * 2
+        )
+
+
+def test_counts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^taken: expected taken <= candidates <= rows"):
+        Segments((4,), (5,), (1,))
+    segments = Segments((4,), (2,), (1,))
+    with pytest.raises(ValueError, match=r"^rows: expected shape \(2,\), got \(3,\)$"):
+        select_rows(torch.zeros(2), torch.arange(3), segments, torch.from_numpy(segments.bounds()))
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:

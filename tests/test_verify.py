@@ -224,19 +224,19 @@ SABOTAGE = {
     ),
     "kept rows write where others do": (
         "fusion/attention.py",
-        "take_rows(self._batch, self.kept_rows, left)",
-        "take_rows(self._batch, self.kept_rows, left); "
-        "self._batch.out_cache_loc = self._batch.out_cache_loc.roll(1)",
+        "            counts=None if after.attention is None else after.attention.tensor,\n        )\n",
+        "            counts=None if after.attention is None else after.attention.tensor,\n        )\n"
+        "        self._batch.out_cache_loc = self._batch.out_cache_loc.roll(1)",
     ),
     "attention one position short": (
         "fusion/attention.py",
-        "row_positions(self._batch), left",
-        "(row_positions(self._batch) - 1).clamp(min=0), left",
+        "            row_positions(self._batch),\n",
+        "            (row_positions(self._batch) - 1).clamp(min=0),\n",
     ),
     "attention misses a key": (
         "engine/forward.py",
-        "return [table[i, :length].to(torch.int64) for i, length in enumerate(lengths)]",
-        "return [table[i, :length].to(torch.int64).index_fill(0, torch.tensor([length // 2]), "
+        "return [table[i, :length] for i, length in enumerate(lengths)]",
+        "return [table[i, :length].index_fill(0, torch.tensor([length // 2]), "
         "int(table[i, 0])) for i, length in enumerate(lengths)]",
     ),
 }

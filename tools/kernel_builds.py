@@ -165,6 +165,18 @@ def selections() -> Iterator[Build]:
             num_warps=block // segmented_topk_triton._ROWS_PER_WARP,
             quick=True,
         )  # fmt: skip
+    for block in (segmented_topk_triton._SHORT_BLOCK, segmented_topk_triton._LONG_ROW_BLOCK):
+        yield Build(
+            f"select_rows block {block}",
+            segmented_topk_triton._select_rows,
+            {
+                "score_ptr": "*fp32", "row_ptr": "*i64", "bounds_ptr": "*i32", "stays_ptr": "*i8",
+                "kept_ptr": "*i64", "taken_ptr": "*i64", "place_ptr": "*i64",
+            },
+            {"BLOCK": block},
+            num_warps=block // segmented_topk_triton._ROWS_PER_WARP,
+            quick=True,
+        )  # fmt: skip
 
 
 def compactions() -> Iterator[Build]:
@@ -244,7 +256,7 @@ def attention(
         {
             "q_ptr": POINTERS[dtype], "k_ptr": kv_pointer, "v_ptr": kv_pointer,
             "out_ptr": "*fp32" if split else POINTERS[dtype], "log_sum_ptr": "*fp32",
-            "position_ptr": "*i32", "bounds_ptr": "*i32", "slot_ptr": "*i64",
+            "position_ptr": "*i64", "bounds_ptr": "*i32", "slot_ptr": "*i64",
             "log2_scale": "fp32", "v_scale": "fp32",
         },
         {

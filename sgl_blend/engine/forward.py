@@ -96,26 +96,31 @@ def has_embeddings(batch: ForwardBatch) -> bool:
     return batch.input_embeds is not None or batch.replace_embeds is not None
 
 
-def take_rows(batch: ForwardBatch, rows: torch.Tensor, rows_per_request: list[int]) -> None:
+def take_rows(
+    batch: ForwardBatch,
+    rows: torch.Tensor,
+    rows_per_request: list[int],
+    seq_lens: torch.Tensor,
+    starts: torch.Tensor,
+) -> None:
     """Keep only some token rows of a batch, in place.
 
     Args:
         batch: A ForwardBatch from copy_batch.
         rows: int64, ascending, at least one row of every request.
         rows_per_request: How many of them belong to each request.
+        seq_lens: The same, int32 on the device.
+        starts: Which of them is the first of each request, int32 on the device.
     """
     removed = [
         old - new for old, new in zip(batch.extend_seq_lens_cpu, rows_per_request, strict=True)
     ]
-    device = batch.input_ids.device
     batch.input_ids, batch.positions, batch.out_cache_loc = compact_rows(
         rows, [batch.input_ids, batch.positions, batch.out_cache_loc]
     )
     batch.extend_seq_lens_cpu = rows_per_request
-    batch.extend_seq_lens = to_device(torch.tensor(rows_per_request, dtype=torch.int32), device)
-    batch.extend_start_loc = to_device(
-        torch.tensor(first_rows(rows_per_request), dtype=torch.int32), device
-    )
+    batch.extend_seq_lens = seq_lens
+    batch.extend_start_loc = starts
     batch.extend_num_tokens = sum(rows_per_request)
     set_num_tokens(batch)
     if batch.extend_logprob_start_lens_cpu is not None:
@@ -126,13 +131,16 @@ def take_rows(batch: ForwardBatch, rows: torch.Tensor, rows_per_request: list[in
         ]
 
 
-def advance_prefix(batch: ForwardBatch, tokens: list[int]) -> None:
-    """Declare that the first tokens of each request's step are in the pool already, in place."""
-    prefix = [old + more for old, more in zip(batch.extend_prefix_lens_cpu, tokens, strict=True)]
-    batch.extend_prefix_lens_cpu = prefix
-    batch.extend_prefix_lens = to_device(
-        torch.tensor(prefix, dtype=torch.int32), batch.input_ids.device
-    )
+def set_prefix(batch: ForwardBatch, tokens: list[int], on_device: torch.Tensor) -> None:
+    """Declare how many tokens of each request are in the pool already, in place.
+
+    Args:
+        batch: A ForwardBatch from copy_batch.
+        tokens: Tokens of each request.
+        on_device: The same, int32 on the device.
+    """
+    batch.extend_prefix_lens_cpu = tokens
+    batch.extend_prefix_lens = on_device
 
 
 def take_requests(forward_batch: ForwardBatch, indices: list[int]) -> ForwardBatch:
@@ -249,12 +257,18 @@ def write_kv(
     backend.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
 
 
+def kv_lengths(batch: ForwardBatch) -> list[int]:
+    """Return per request how many of its tokens are in the pool after the forward."""
+    lengths: list[int] = batch.seq_lens_cpu.tolist()
+    return lengths
+
+
 def kv_slots_of_requests(batch: ForwardBatch, backend: AttentionBackend) -> list[torch.Tensor]:
     """Return each request's pool slots, int64 [seq_len], in token order."""
-    lengths = batch.seq_lens_cpu.tolist()
+    lengths = kv_lengths(batch)
     req_to_token: torch.Tensor = backend.req_to_token_pool.req_to_token
-    table = req_to_token[:, : max(lengths)].index_select(0, batch.req_pool_indices)
-    return [table[i, :length].to(torch.int64) for i, length in enumerate(lengths)]
+    table = req_to_token[:, : max(lengths)].index_select(0, batch.req_pool_indices).long()
+    return [table[i, :length] for i, length in enumerate(lengths)]
 
 
 def layer_kv(backend: AttentionBackend, number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,89 +7,72 @@ through ragged_attention. A gradual policy selects again in layers above, among 
 What the dropped rows would have written lies in the pool already, copied from their chunks.
 """
 
-import itertools
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from sgl_blend.engine.forward import (
     attend,
-    batch_device,
     kv_slots_of_requests,
     layer_kv,
     row_positions,
-    rows_with_logits,
-    step_lengths,
     take_rows,
     write_kv,
 )
 from sgl_blend.engine.models import layer_number, softmax_scale, split_heads
 from sgl_blend.engine.objects import AttentionBackend, AttentionLayer, ForwardBatch
 from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.fusion.host_plan import Group, LastRows, Reduction, RowCounts
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_compaction import compact_rows
-from sgl_blend.kernels.segmented_topk import segmented_topk
-from sgl_blend.kernels.upload import to_device
+from sgl_blend.kernels.segmented_topk import select_rows
 from sgl_blend.policies import POLICIES
-from sgl_blend.policies.spec import LayerView
+from sgl_blend.policies.spec import LayerView, Sees
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Rows of one request whose KV can be reused and that are still computed.
+    """Rows of a batch whose KV can be reused and that are still computed, on the device.
+
+    They are those of HostPlan.groups, one group after another.
 
     Attributes:
-        request: Number of the request in the batch.
         rows: int64 [n], row numbers in the batch, ascending.
         positions: int64 [n], positions in the request.
-        chunk_lengths: Rows of each chunk, in order; they add up to n.
         source_slots: int64 [n], where the stored KV lies.
         cos: float32 [n, rotary_dim / 2], rotation from the stored position to this one.
         sin: float32, same shape.
-        policy: Name of the policy that selects.
-        schedule: How many are computed in each layer above the check layer, never rising.
-        question: Rows after the last chunk, numbered as they are in the batch now.
-        num_early: How many are computed up to the check layer.
-        priorities: float32 [n], by which the policy selects if that needs no layer; else None.
-        early: float32 [n], by which rows are dropped before the first layer; None if none is.
-        decided: bool [n], rows that go on whatever their priority is; None if there are none.
+        priorities: float32 [n], by which policies select that need no layer for it; None if there is
+            no such policy in the batch.
+        decided: float32 [n], NaN for rows that go on whatever their priority is, else 0; None if
+            there are none.
     """
 
-    request: int
     rows: torch.Tensor
     positions: torch.Tensor
-    chunk_lengths: list[int]
     source_slots: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    policy: str
-    schedule: list[int]
-    question: range
-    num_early: int
     priorities: torch.Tensor | None = None
-    early: torch.Tensor | None = None
     decided: torch.Tensor | None = None
 
-    @property
-    def selects_late(self) -> bool:
-        """Whether rows that were computed up to the check layer are dropped there or above."""
-        return self.schedule[-1] < self.num_early
-
-    def take(self, chosen: torch.Tensor) -> "Candidates":
-        """Return only some of the rows; which chunk they are of is not known any more."""
-        return replace(
-            self,
-            rows=self.rows[chosen],
-            positions=self.positions[chosen],
-            chunk_lengths=[chosen.numel()],
-            source_slots=self.source_slots[chosen],
-            cos=self.cos[chosen],
-            sin=self.sin[chosen],
-            priorities=None if self.priorities is None else self.priorities[chosen],
-            early=None,
-            decided=None if self.decided is None else self.decided[chosen],
+    def take(self, chosen: torch.Tensor, rows: torch.Tensor) -> "Candidates":
+        """Return only some of them, and what their rows are called now."""
+        tensors = [self.positions, self.source_slots, self.cos, self.sin]
+        positions, source_slots, cos, sin = compact_rows(chosen, tensors)
+        optional = [tensor for tensor in (self.priorities, self.decided) if tensor is not None]
+        taken = iter(compact_rows(chosen, optional) if optional else [])
+        return Candidates(
+            rows,
+            positions,
+            source_slots,
+            cos,
+            sin,
+            priorities=None if self.priorities is None else next(taken),
+            decided=None if self.decided is None else next(taken),
         )
 
 
@@ -120,9 +103,8 @@ class BlendAttention:
         self,
         inner: AttentionBackend,
         *,
-        check_layer: int,
         neox: bool,
-        candidates: list[Candidates],
+        candidates: Candidates | None,
         batch: ForwardBatch,
         dtype: torch.dtype,
         tp_group: TPGroup,
@@ -131,32 +113,27 @@ class BlendAttention:
         self.inner = inner
         self.kept_rows = torch.empty(0, dtype=torch.int64)
         self._tp_group = tp_group
-        self._check_layer = check_layer
         self._neox = neox
         self._candidates = candidates
         self._batch = batch
         self._dtype = dtype
-        self._select_layer: int | None = None
-        self._last_layer: int | None = None
+        self._leaves_at: int | None = None
+        self._leaving: Reduction | LastRows | None = None
         self._kernel = kernel
         self._plan: object = None
+        self._slots: list[torch.Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names this class does not define: pools, metadata, flags.
         return getattr(self.inner, name)
 
-    @property
-    def has_dropped(self) -> bool:
-        """Whether rows were taken out of the batch, so that it attends through our kernel."""
-        return self._plan is not None
+    def select_at(self, layer_id: int, reduction: Reduction) -> None:
+        """Choose, in the layer of this number, which candidates go on."""
+        self._leaves_at, self._leaving = layer_id, reduction
 
-    def select_at(self, layer_id: int) -> None:
-        """Choose, in the layer of this number, which rows go on."""
-        self._select_layer = layer_id
-
-    def keep_last_at(self, layer_id: int) -> None:
+    def keep_last_at(self, layer_id: int, last: LastRows) -> None:
         """Let only rows whose logits are wanted go on in the last layer, which has this number."""
-        self._last_layer = layer_id
+        self._leaves_at, self._leaving = layer_id, last
 
     def forward(
         self,
@@ -174,126 +151,125 @@ class BlendAttention:
             [rows, heads * v_head_dim]; where rows are selected, of the kept rows only.
         """
         layer_id = layer_number(layer)
-        selects = layer_id in (self._select_layer, self._last_layer)
-        if self._plan is None and not selects:
+        leaving = self._leaving if layer_id == self._leaves_at else None
+        if self._plan is None and leaving is None:
             return attend(self.inner, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         k_pool, v_pool = layer_kv(self.inner, layer_id)
         if save_kv_cache:
             write_kv(self.inner, layer, self._batch, k, v)
         heads, scale = split_heads(q, layer), softmax_scale(layer)
-        if selects:
+        if leaving is not None:
             with phase(Phase.SELECTION):
-                if layer_id == self._last_layer:
-                    self._keep_last()
+                if isinstance(leaving, LastRows):
+                    self._keep_last(leaving)
                 else:
-                    self._select(layer_id, _LayerKV(heads, k, v, k_pool, v_pool, scale))
+                    self._select(leaving, _LayerKV(heads, k, v, k_pool, v_pool, scale))
                 (heads,) = compact_rows(self.kept_rows, [heads])
         mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=scale)
         return mixed.reshape(heads.shape[0], -1)
 
-    def drop_early(self) -> None:
-        """Drop rows before the first layer: of requests whose policy needs to see no layer for it."""
-        self._reduce(
-            [
-                (group, group.num_early, group.early)
-                for group in self._candidates
-                if group.early is not None
-            ]
-        )
+    def drop_early(self, reduction: Reduction, scores: torch.Tensor) -> None:
+        """Drop rows before the first layer: of requests whose policy needs to see no layer for it.
 
-    def _select(self, layer_id: int, fresh: _LayerKV) -> None:
-        selecting = []
-        for group in self._candidates:
-            budget = group.schedule[layer_id - self._check_layer]
-            if budget < group.rows.numel():
-                priorities = group.priorities
-                if priorities is None:
-                    priorities = self._prioritise(group, budget, fresh)
-                selecting.append((group, budget, priorities))
-        self._reduce(selecting)
+        Args:
+            reduction: What leaves.
+            scores: float32 [candidates], by which they are dropped.
+        """
+        self._reduce(reduction, scores)
 
-    def _keep_last(self) -> None:
+    def _select(self, reduction: Reduction, fresh: _LayerKV) -> None:
+        self._reduce(reduction, self._priorities(reduction, fresh))
+
+    def _keep_last(self, last: LastRows) -> None:
         """Take the rows out of the batch whose KV was all that is wanted of them."""
-        counts, left = step_lengths(self._batch), rows_with_logits(self._batch)
-        stops = itertools.accumulate(counts)
-        rows = [torch.arange(stop - n, stop) for stop, n in zip(stops, left, strict=True)]
-        self.kept_rows = to_device(torch.cat(rows), batch_device(self._batch))
-        self._take_kept(left)
+        self.kept_rows = last.rows.tensor
+        self._take_kept(last.after)
 
-    def _prioritise(self, group: Candidates, budget: int, fresh: _LayerKV) -> torch.Tensor:
-        policy = POLICIES[group.policy]
-        assert policy.score is not None, "its priorities are known before the forward"
-        scores = self._tp_group.sum(policy.score(self._view(group, fresh)))
-        priorities = policy.prioritise(scores, group.chunk_lengths, budget)
-        if group.decided is not None:
-            priorities = priorities.masked_fill(group.decided, torch.inf)
-        return priorities
+    def _priorities(self, reduction: Reduction, fresh: _LayerKV) -> torch.Tensor:
+        """Return the priority of each candidate, float32; a group that keeps all has any."""
+        assert self._candidates is not None, "there is something to select from"
+        groups = list(zip(reduction.groups, reduction.budgets, reduction.selecting, strict=True))
+        scores = self._scores([g for g, _, selects in groups if selects and _is_scored(g)], fresh)
+        pieces = []
+        for group, budget, selects in groups:
+            if not selects:
+                pieces.append(fresh.k.new_empty(group.count, dtype=torch.float32))
+            elif _is_scored(group):
+                policy = POLICIES[group.policy]
+                own = policy.prioritise(scores[group.request], group.chunk_lengths, budget)
+                pieces.append(own)
+            else:
+                assert self._candidates.priorities is not None, "they are known before the forward"
+                pieces.append(self._candidates.priorities[group.slice])
+        priorities = joined(pieces)
+        decided = self._candidates.decided
+        return priorities if decided is None else priorities + decided
 
-    def _reduce(self, selecting: list[tuple[Candidates, int, torch.Tensor]]) -> None:
-        """Take rows out of the batch; of each group stay as many as its budget, by priority."""
-        selecting = [
-            (group, budget, own.nan_to_num(nan=torch.inf, posinf=torch.inf))
-            for group, budget, own in selecting
-        ]
-        counts = list(step_lengths(self._batch))
-        left = list(counts)
-        # Above infinity, segmented_topk knows nothing but NaN: rows that nobody may drop.
-        priorities = torch.full([sum(counts)], torch.nan, device=batch_device(self._batch))
-        for group, budget, own in selecting:
-            priorities[group.rows] = own
-            left[group.request] -= group.rows.numel() - budget
-        self.kept_rows, _ = segmented_topk(priorities, counts, left)
-        self._candidates = self._renumber(
-            selecting, [a - b for a, b in zip(counts, left, strict=True)]
+    def _scores(self, groups: Sequence[Group], fresh: _LayerKV) -> dict[int, torch.Tensor]:
+        """Measure candidates; return the scores of each group by its request."""
+        found = []
+        for group in groups:
+            score = POLICIES[group.policy].score
+            assert score is not None, "it sees a layer"
+            found.append(score(self._view(group, fresh)))
+        if not found:
+            return {}
+        total = self._tp_group.sum(joined(found))
+        parts = torch.split(total, [group.count for group in groups])
+        return {group.request: part for group, part in zip(groups, parts, strict=True)}
+
+    def _reduce(self, reduction: Reduction, scores: torch.Tensor) -> None:
+        """Take rows out of the batch; of each group stay as many as its budget, by score."""
+        candidates = self._candidates
+        assert candidates is not None, "there is something to select from"
+        chosen = select_rows(scores, candidates.rows, reduction.segments, reduction.bounds.tensor)
+        self.kept_rows = chosen.kept
+        if not reduction.is_last:
+            self._candidates = candidates.take(chosen.taken, chosen.places)
+        self._take_kept(reduction.after)
+
+    def _take_kept(self, after: RowCounts) -> None:
+        take_rows(
+            self._batch, self.kept_rows, after.rows, after.seq_lens.tensor, after.starts.tensor
         )
-        self._take_kept(left)
-
-    def _take_kept(self, left: list[int]) -> None:
-        take_rows(self._batch, self.kept_rows, left)
         self._plan = self._kernel.plan(
-            row_positions(self._batch), left, self._kv_slots(), self._dtype
+            row_positions(self._batch),
+            after.rows,
+            self._kv_slots(),
+            self._dtype,
+            counts=None if after.attention is None else after.attention.tensor,
         )
 
-    def _renumber(
-        self, selecting: list[tuple[Candidates, int, torch.Tensor]], num_dropped: list[int]
-    ) -> list[Candidates]:
-        """Return the groups that will select later, with the numbers that their rows have now."""
-        chosen = {}
-        for group, budget, own in selecting:
-            if group.schedule[-1] < budget:
-                chosen[group.request] = segmented_topk(own, [len(own)], [budget])[0]
-        done = {group.request for group, _, _ in selecting} - set(chosen)
-        waiting = [group for group in self._candidates if group.request not in done]
-        if not waiting:
-            return []
-        place = torch.empty(
-            row_positions(self._batch).shape[0], dtype=torch.int64, device=self.kept_rows.device
-        )
-        place[self.kept_rows] = torch.arange(self.kept_rows.numel(), device=place.device)
-        groups = []
-        for group in waiting:
-            taken = chosen.get(group.request)
-            stays = group if taken is None else group.take(taken)
-            gone = sum(num_dropped[: group.request + 1])
-            question = range(group.question.start - gone, group.question.stop - gone)
-            groups.append(replace(stays, rows=place[stays.rows], question=question))
-        return groups
-
-    def _view(self, group: Candidates, fresh: _LayerKV) -> LayerView:
+    def _view(self, group: Group, fresh: _LayerKV) -> LayerView:
+        candidates = self._candidates
+        assert candidates is not None, "there is something to look at"
+        own = group.slice
         return LayerView(
             q=fresh.q,
             k=fresh.k,
             v=fresh.v,
             k_pool=fresh.k_pool,
             v_pool=fresh.v_pool,
-            rows=group.rows,
-            stored_slots=group.source_slots,
-            rotation=(group.cos, group.sin, self._neox),
-            positions=group.positions,
+            rows=candidates.rows[own],
+            stored_slots=candidates.source_slots[own],
+            rotation=(candidates.cos[own], candidates.sin[own], self._neox),
+            positions=candidates.positions[own],
             question=group.question,
             own_slots=lambda: self._kv_slots()[group.request],
             scale=fresh.scale,
         )
 
     def _kv_slots(self) -> list[torch.Tensor]:
-        return kv_slots_of_requests(self._batch, self.inner)
+        if self._slots is None:  # the same in all layers
+            self._slots = kv_slots_of_requests(self._batch, self.inner)
+        return self._slots
+
+
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one tensor after another; a single one as it is, without a copy."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def _is_scored(group: Group) -> bool:
+    """Tell whether a group's priorities come from the layer that selects."""
+    return POLICIES[group.policy].sees is Sees.LAYER

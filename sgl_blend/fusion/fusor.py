@@ -21,17 +21,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from sgl_blend.engine.forward import (
-    advance_prefix,
     batch_device,
     copy_batch,
     empty_output,
     forward_with,
+    kv_lengths,
     kv_slots_of_requests,
     model_output,
     prepare,
     row_slots,
+    rows_with_logits,
     run_layers,
+    set_prefix,
     step_lengths,
+    step_starts,
     take_rows,
 )
 from sgl_blend.engine.models import (
@@ -43,17 +46,17 @@ from sgl_blend.engine.models import (
 )
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
-from sgl_blend.fusion.attention import BlendAttention, Candidates
+from sgl_blend.fusion.attention import BlendAttention, Candidates, joined
+from sgl_blend.fusion.host_plan import BatchShape, Group, HostPlan, Reduction
 from sgl_blend.fusion.kv_copier import KVCopier
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
 from sgl_blend.fusion.memory import DeviationMemory
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import LayerSplit, StepPlan
+from sgl_blend.fusion.planner import Planner
 from sgl_blend.fusion.rotation import Rotation
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
-from sgl_blend.kernels.row_partition import first_rows
-from sgl_blend.kernels.upload import to_device
 from sgl_blend.policies import POLICIES
 from sgl_blend.policies.spec import LayerView, Sees
 
@@ -115,36 +118,25 @@ class Fusor:
         prepare(runner, forward_batch)
         batch = copy_batch(forward_batch)
         with phase(Phase.PLAN):
-            exact_lengths = self._take_exact_prefixes(batch, steps)
-            candidates = self._candidates(batch, steps)
+            plan = self._plan(batch, steps)
+            moved = _Moved.of(batch, plan)
+            self._take_exact_heads(batch, plan)
+            candidates = self._candidates(plan, moved) if plan.groups else None
         with phase(Phase.COPY):
-            self._copier.copy(exact_lengths)
-        if any(POLICIES[group.policy].prefills_first for group in candidates):
-            candidates = self._prefill_first(batch, candidates)
-        early = [group for group in candidates if group.early is not None]
-        late = [group for group in candidates if group.selects_late]
+            self._copier.copy(self._copies_of_heads(plan, moved))
+        if candidates is not None and any(POLICIES[g.policy].prefills_first for g in plan.groups):
+            candidates = self._prefill_first(batch, plan, candidates)
         above = self.layers.check + 1
-        copies = self._copies(candidates, range(above, self.layers.total), batch)
+        early = [group for group in plan.groups if group.drops_early]
+        copies = self._copies(plan.groups, range(above, self.layers.total), moved, candidates)
         with phase(Phase.COPY):
-            self._copier.copy(self._copies(early, range(above), batch))
+            self._copier.copy(self._copies(early, range(above), moved, candidates))
             self._copier.start(copies)
         backend = self._backend(batch, candidates)
         with forward_with(backend, batch):
-            if early:
-                backend.drop_early()
-            done = 0
-            for layer in _selecting_layers(late, self.layers.check):
-                is_first = layer == self.layers.check
-                if not is_first:  # rows kept so far write above the check layer, over the copies
-                    self._copier.wait()
-                with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
-                    run_layers(runner, batch, layer - done)
-                with phase(Phase.CHECK_LAYER):
-                    backend.select_at(layer)
-                    with residual_rows(self._modules[layer], lambda: backend.kept_rows):
-                        run_layers(runner, batch, 1)
-                    self._copier.wait()
-                done = layer + 1
+            if plan.early is not None and candidates is not None:
+                backend.drop_early(plan.early, self._early_scores(plan.early, plan, candidates))
+            done = self._run_selecting(batch, backend, plan)
             with phase(Phase.FULL_LAYERS):
                 run_layers(runner, batch, max(0, above - done))
                 done = max(above, done)
@@ -153,7 +145,7 @@ class Fusor:
                 phase(Phase.SHRUNK_LAYERS),
                 around_logits(runner, lambda: phase(Phase.LOGITS)),
             ):
-                logits = self._run_rest(batch, backend, done)
+                logits = self._run_rest(batch, backend, plan, done)
         return model_output(logits)
 
     def probe(self, forward_batch: ForwardBatch, seen: Probed | None) -> ModelOutput:
@@ -171,10 +163,11 @@ class Fusor:
         runner, check = self._runner, self.layers.check
         prepare(runner, forward_batch)
         batch = copy_batch(forward_batch)
-        backend = self._backend(batch, [])
+        last = self._planner(batch).plan_prefill(batch_device(batch))
+        backend = self._backend(batch, None)
         with forward_with(backend, batch):
             run_layers(runner, batch, check)
-            backend.keep_last_at(check)  # its KV is all that is wanted of the check layer
+            backend.keep_last_at(check, last)  # its KV is all that is wanted of the check layer
             with residual_rows(self._modules[check], lambda: backend.kept_rows):
                 run_layers(runner, batch, 1)
         if seen is not None:
@@ -185,20 +178,38 @@ class Fusor:
             self._memory.write(seen.stored_slots, squared, first=seen.first)
         return empty_output(runner, forward_batch)
 
-    def _run_rest(self, batch: ForwardBatch, backend: BlendAttention, done: int) -> object:
+    def _run_selecting(self, batch: ForwardBatch, backend: BlendAttention, plan: HostPlan) -> int:
+        """Run the layers up to the last one that selects; return how many they are."""
+        done = 0
+        for layer, reduction in plan.late.items():
+            is_first = layer == self.layers.check
+            if not is_first:  # rows kept so far write above the check layer, over the copies
+                self._copier.wait()
+            with phase(Phase.FULL_LAYERS if is_first else Phase.SHRUNK_LAYERS):
+                run_layers(self._runner, batch, layer - done)
+            with phase(Phase.CHECK_LAYER):
+                backend.select_at(layer, reduction)
+                with residual_rows(self._modules[layer], lambda: backend.kept_rows):
+                    run_layers(self._runner, batch, 1)
+                self._copier.wait()
+            done = layer + 1
+        return done
+
+    def _run_rest(
+        self, batch: ForwardBatch, backend: BlendAttention, plan: HostPlan, done: int
+    ) -> object:
         """Run the layers that select no more; return the logits."""
         last = self.layers.total - 1
         run_layers(self._runner, batch, last - done)
-        if not backend.has_dropped:
+        if plan.last is None:
             return run_layers(self._runner, batch, 1)
-        backend.keep_last_at(last)
+        backend.keep_last_at(last, plan.last)
         with residual_rows(self._modules[last], lambda: backend.kept_rows):
             return run_layers(self._runner, batch, 1)
 
-    def _backend(self, batch: ForwardBatch, candidates: list[Candidates]) -> BlendAttention:
+    def _backend(self, batch: ForwardBatch, candidates: Candidates | None) -> BlendAttention:
         return BlendAttention(
             attention_backend(self._runner),
-            check_layer=self.layers.check,
             neox=self._rotation.neox,
             candidates=candidates,
             batch=batch,
@@ -207,30 +218,144 @@ class Fusor:
             kernel=self._kernel,
         )
 
-    def _prefill_first(self, batch: ForwardBatch, candidates: list[Candidates]) -> list[Candidates]:
+    def _plan(self, batch: ForwardBatch, steps: Sequence[StepPlan | None]) -> HostPlan:
+        return self._planner(batch).plan(steps, batch_device(batch))
+
+    def _planner(self, batch: ForwardBatch) -> Planner:
+        shape = BatchShape(
+            step_lengths(batch), step_starts(batch), kv_lengths(batch), rows_with_logits(batch)
+        )
+        return Planner(shape, self.layers, self._kernel)
+
+    def _take_exact_heads(self, batch: ForwardBatch, plan: HostPlan) -> None:
+        """Take the rows of exact heads out of the batch."""
+        heads = plan.heads
+        if heads is not None:
+            body = heads.body
+            set_prefix(batch, heads.prefix, heads.prefix_lens.tensor)
+            take_rows(
+                batch, heads.body_rows.tensor, body.rows, body.seq_lens.tensor, body.starts.tensor
+            )
+
+    def _candidates(self, plan: HostPlan, moved: "_Moved") -> Candidates:
+        positions = plan.positions.tensor
+        cos, sin = self._rotation.between(plan.stored_positions.tensor, positions)
+        return Candidates(
+            rows=plan.rows.tensor,
+            positions=positions,
+            source_slots=moved.source_slots[plan.num_heads :],
+            cos=cos,
+            sin=sin,
+            priorities=None if plan.priorities is None else plan.priorities.tensor,
+            decided=None if plan.decided is None else plan.decided.tensor,
+        )
+
+    def _copies_of_heads(self, plan: HostPlan, moved: "_Moved") -> list[Copy]:
+        """Return the copies that stand for exact heads, which stay at their positions."""
+        if not plan.num_heads:
+            return []
+        cos, sin = self._rotation.none(plan.num_heads)
+        part = slice(plan.num_heads)
+        layers = range(self.layers.total)
+        return [Copy(layers, moved.source_slots[part], moved.dest_slots[part], cos, sin)]
+
+    def _copies(
+        self,
+        groups: Sequence[Group],
+        layers: range,
+        moved: "_Moved",
+        candidates: Candidates | None,
+    ) -> list[Copy]:
+        """Return the copies of all candidates of some groups, in some layers.
+
+        Neighbours are copied together.
+        """
+        runs: list[slice] = []
+        for group in groups:
+            if POLICIES[group.policy].true_kv:
+                continue
+            if runs and runs[-1].stop == group.first:
+                runs[-1] = slice(runs[-1].start, group.slice.stop)
+            else:
+                runs.append(group.slice)
+        if candidates is None:
+            return []
+        dest_slots = moved.dest_slots[-len(candidates.rows) :]
+        return [
+            Copy(
+                layers,
+                candidates.source_slots[run],
+                dest_slots[run],
+                candidates.cos[run],
+                candidates.sin[run],
+            )
+            for run in runs
+        ]
+
+    def _early_scores(
+        self, reduction: Reduction, plan: HostPlan, candidates: Candidates
+    ) -> torch.Tensor:
+        """Return by what candidates are dropped before the first layer, float32 [candidates].
+
+        Rows without a memory pass to where they can be compared. Of a group that drops none here the
+        scores mean nothing.
+        """
+        selecting = [
+            POLICIES[group.policy].trusts_memory
+            for group, selects in zip(reduction.groups, reduction.selecting, strict=True)
+            if selects
+        ]
+        remembered = given = candidates.priorities
+        if any(selecting):
+            remembered = self._memory.read(candidates.source_slots)
+            if plan.unknown is not None:
+                remembered = remembered + plan.unknown.tensor
+        assert remembered is not None, "what skips full layers has priorities"
+        if all(selecting) or given is None:
+            return remembered
+        return joined(
+            [
+                (remembered if POLICIES[group.policy].trusts_memory else given)[group.slice]
+                for group in reduction.groups
+            ]
+        )
+
+    def _prefill_first(
+        self, batch: ForwardBatch, plan: HostPlan, candidates: Candidates
+    ) -> Candidates:
         """Prefill in full first; oracle policies choose by what it finds, exact ones keep its KV.
 
         What the blended forward has to write itself is zero again when it begins.
         """
         full = copy_batch(batch)
-        with forward_with(self._backend(full, []), full):
+        with forward_with(self._backend(full, None), full):
             run_layers(self._runner, full, self.layers.total)
         own_slots = row_slots(batch)
         computed = torch.ones_like(own_slots, dtype=torch.bool)
-        computed[torch.cat([group.rows for group in candidates])] = False
+        computed[candidates.rows] = False
         self._layout.clear(own_slots[computed])
-        return [
-            replace(group, priorities=self._true_priorities(batch, group))
-            if POLICIES[group.policy].sees is Sees.PREFILL
-            else group
-            for group in candidates
-        ]
+        given = candidates.priorities
+        if given is None:
+            given = torch.zeros(len(candidates.rows), device=own_slots.device)
+        return replace(
+            candidates,
+            priorities=joined(
+                [
+                    self._true_priorities(batch, group, candidates)
+                    if POLICIES[group.policy].sees is Sees.PREFILL
+                    else given[group.slice]
+                    for group in plan.groups
+                ]
+            ),
+        )
 
-    def _true_priorities(self, batch: ForwardBatch, group: Candidates) -> torch.Tensor:
-        policy = POLICIES[group.policy]
+    def _true_priorities(
+        self, batch: ForwardBatch, group: Group, candidates: Candidates
+    ) -> torch.Tensor:
+        policy, own = POLICIES[group.policy], group.slice
         assert policy.score is not None, "a policy that sees a prefill has a score"
         own_slots = row_slots(batch)
-        scores = torch.zeros(group.rows.numel(), device=group.rows.device)
+        scores = torch.zeros(group.count, device=own_slots.device)
         for layer in range(self.layers.check + 1, self.layers.total):
             k_pool, v_pool = self._layout.layer(layer)
             view = LayerView(
@@ -239,10 +364,10 @@ class Fusor:
                 v=v_pool,
                 k_pool=k_pool,
                 v_pool=v_pool,
-                rows=own_slots[group.rows],
-                stored_slots=group.source_slots,
-                rotation=(group.cos, group.sin, self._rotation.neox),
-                positions=group.positions,
+                rows=own_slots[candidates.rows[own]],
+                stored_slots=candidates.source_slots[own],
+                rotation=(candidates.cos[own], candidates.sin[own], self._rotation.neox),
+                positions=candidates.positions[own],
                 question=group.question,
                 own_slots=lambda: own_slots,
                 scale=1.0,
@@ -251,135 +376,25 @@ class Fusor:
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
 
-    def _take_exact_prefixes(
-        self, batch: ForwardBatch, steps: Sequence[StepPlan | None]
-    ) -> list[Copy]:
-        """Take the rows of exact prefixes out of the batch; return the copies that stand for them."""
-        lengths = step_lengths(batch)
-        exact_lengths = [0 if step is None else step.exact_stop - step.start for step in steps]
-        if not any(exact_lengths):
-            return []
-        starts = first_rows(lengths)
-        device = batch_device(batch)
-        exact_rows = torch.cat([_range(s, h) for s, h in zip(starts, exact_lengths, strict=True)])
-        body_rows = torch.cat(
-            [_range(s + h, n - h) for s, h, n in zip(starts, exact_lengths, lengths, strict=True)]
-        )
-        cos, sin = self._rotation.none(sum(exact_lengths))  # an exact prefix stays where it was
-        copy = Copy(
-            layers=range(self.layers.total),
-            source_slots=torch.cat(
-                [
-                    step.exact_prefix.slots
-                    for step in steps
-                    if step is not None and step.exact_prefix
-                ]
-            ),
-            dest_slots=row_slots(batch)[to_device(exact_rows, device)],
-            cos=cos,
-            sin=sin,
-        )
-        advance_prefix(batch, exact_lengths)
-        body = [length - exact for length, exact in zip(lengths, exact_lengths, strict=True)]
-        take_rows(batch, to_device(body_rows, device), body)
-        return [copy]
 
-    def _copies(self, groups: list[Candidates], layers: range, batch: ForwardBatch) -> list[Copy]:
-        """Return the copies of all rows of some groups, in some layers."""
-        return [
-            Copy(
-                layers=layers,
-                source_slots=group.source_slots,
-                dest_slots=row_slots(batch)[group.rows],
-                cos=group.cos,
-                sin=group.sin,
-            )
-            for group in groups
-            if not POLICIES[group.policy].true_kv
-        ]
+@dataclass(frozen=True, slots=True)
+class _Moved:
+    """Where KV is copied from and to: for exact heads, then for candidates.
 
-    def _candidates(
-        self, batch: ForwardBatch, steps: Sequence[StepPlan | None]
-    ) -> list[Candidates]:
-        """Collect, per request that drops rows, what selection and copying need."""
-        device = batch_device(batch)
-        found = []
-        first_row = 0
-        for request, (length, step) in enumerate(zip(step_lengths(batch), steps, strict=True)):
-            if step is not None and step.num_dropped > 0:
-                found.append(self._candidates_of(step, request, first_row, device))
-            first_row += length
-        return found
+    Attributes:
+        source_slots: int64 [n].
+        dest_slots: int64 [n].
+    """
 
-    def _candidates_of(
-        self, step: StepPlan, request: int, first_row: int, device: torch.device
-    ) -> Candidates:
-        lengths = [len(span) for span in step.spans]
-        host = torch.stack(
-            [
-                torch.cat([_range(span.start, len(span)) for span in step.spans]),
-                torch.cat([_range(span.source_start, len(span)) for span in step.spans]),
-            ]
-        )
-        positions, stored = to_device(host, device)
-        cos, sin = self._rotation.between(stored, positions)
-        policy = POLICIES[step.policy]
-        schedule = step.schedule(self.layers)
-        source_slots = torch.cat([span.slots for span in step.spans])
-        priorities, early, decided = None, None, None
-        if policy.sees is Sees.NOTHING:
-            priorities = to_device(policy.prioritise(None, lengths, schedule[0]), device)
-        if policy.skips_full_layers:
-            early, priorities = priorities, None
-        elif policy.trusts_memory and step.num_early < step.num_candidates:
-            early, decided = self._remember(step, source_slots)
-        to_row = first_row - step.exact_stop
-        return Candidates(
-            request=request,
-            rows=positions + to_row,
-            positions=positions,
-            chunk_lengths=lengths,
-            source_slots=source_slots,
-            cos=cos,
-            sin=sin,
-            policy=step.policy,
-            schedule=schedule,
-            num_early=step.num_early,
-            question=range(step.spans[-1].stop + to_row, step.stop + to_row),
-            priorities=priorities,
-            early=early,
-            decided=decided,
-        )
+    source_slots: torch.Tensor
+    dest_slots: torch.Tensor
 
-    def _remember(
-        self, step: StepPlan, source_slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return by what rows are dropped before the first layer, and which of the others stay.
-
-        Rows without a memory pass to where they can be compared. The others stay, if they are already
-        as few as are recomputed.
-        """
-        early = self._memory.read(source_slots)
-        if all(span.remembered for span in step.spans):
-            return early, None
-        marks = torch.cat([torch.full((len(span),), span.remembered) for span in step.spans])
-        known = to_device(marks, source_slots.device)
-        early = early.masked_fill(~known, torch.inf)
-        return early, known if step.decides_early else None
-
-
-def _selecting_layers(candidates: list[Candidates], check_layer: int) -> list[int]:
-    """Return the layers after which some request computes fewer rows."""
-    layers: set[int] = set()
-    for group in candidates:
-        before = [group.num_early, *group.schedule]
-        layers.update(
-            check_layer + index
-            for index, (old, new) in enumerate(zip(before, group.schedule, strict=False))
-            if new < old
-        )
-    return sorted(layers)
-
-
-def _range(start: int, length: int) -> torch.Tensor:
-    return torch.arange(start, start + length, dtype=torch.int64)
+    @classmethod
+    def of(cls, batch: ForwardBatch, plan: HostPlan) -> "_Moved":
+        """Find them; the batch is still whole."""
+        heads = () if plan.heads is None else plan.heads.spans
+        rows = plan.moved_rows.tensor
+        sources = [span.slots for span in (*heads, *plan.spans)]
+        # A batch may drop nothing at all, at ratio 1. A single span is copied too: its owner may
+        # let go of it while the forward is still queued.
+        return cls(torch.cat(sources or [rows]), row_slots(batch).index_select(0, rows))

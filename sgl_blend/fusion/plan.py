@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
+from sgl_blend.fusion.row_sizes import NO_SIZES, RowSizes
 from sgl_blend.fusion.sources import KVSource
 from sgl_blend.policies import POLICIES, early_rows, keep_schedule, recompute_budget
 
@@ -74,8 +75,8 @@ class StepPlan:
         exact_prefix: Exact KV for [start, exact_prefix.stop), copied as it is. Its rows are never
             computed.
         spans: Chunks after the exact prefix, in order.
-        num_recomputed: How many rows of the spans go on being computed; under a gradual policy
-            the mean over the layers.
+        num_recomputed: How many rows of the spans go on being computed, near to what the ratio says;
+            under a gradual policy the mean over the layers.
         policy: Name of the policy that selects them.
         ratio: Share of the rows of the spans that goes on.
     """
@@ -104,8 +105,11 @@ class StepPlan:
         if POLICIES[self.policy].skips_full_layers:
             return self.num_recomputed
         remembered = self._num_remembered
-        others = self.num_candidates - remembered
-        return early_rows(self.policy, self.ratio, remembered) + others
+        early = early_rows(self.policy, self.ratio, remembered)
+        if self.decides_early:  # what is more or fewer than the ratio says counts here too
+            early += self.num_recomputed - self._budget(self.num_candidates)
+            early = min(remembered, max(0, early))
+        return max(early + self.num_candidates - remembered, self.num_recomputed)
 
     @property
     def num_entering(self) -> int:
@@ -120,7 +124,10 @@ class StepPlan:
         """Whether rows with a memory that are computed in the first layer are computed to the end."""
         remembered = self._num_remembered
         early = early_rows(self.policy, self.ratio, remembered)
-        return early == recompute_budget(self.policy, self.ratio, remembered)
+        return early == self._budget(remembered)
+
+    def _budget(self, num_reused: int) -> int:
+        return recompute_budget(self.policy, self.ratio, num_reused)
 
     @property
     def _num_remembered(self) -> int:
@@ -133,7 +140,9 @@ class StepPlan:
 
     def schedule(self, layers: LayerSplit) -> list[int]:
         """Return how many rows of the spans are computed in each layer above the check layer."""
-        return keep_schedule(self.policy, self.ratio, self.num_candidates, layers.above)
+        if POLICIES[self.policy].gradual:
+            return keep_schedule(self.policy, self.ratio, self.num_candidates, layers.above)
+        return [self.num_recomputed] * layers.above
 
     def layer_rows(self, layers: LayerSplit) -> int:
         """Return the step's cost: over all layers, how many rows are computed in each.
@@ -158,6 +167,7 @@ class BlendPlan:
             token whose logprob the client wants.
         policy: Name of the selection policy.
         ratio: Share of reused tokens that is recomputed.
+        sizes: Numbers of rows that the steps may be brought to.
     """
 
     exact: ReusedSpan | None
@@ -165,6 +175,7 @@ class BlendPlan:
     computed_from: int
     policy: str
     ratio: float
+    sizes: RowSizes = NO_SIZES
 
     def step(self, start: int, stop: int) -> StepPlan | None:
         """Return what the step over [start, stop) does, or None if it is a plain prefill.
@@ -186,10 +197,17 @@ class BlendPlan:
             stop=stop,
             exact_prefix=exact_prefix,
             spans=spans,
-            num_recomputed=recompute_budget(self.policy, self.ratio, num_reused),
+            num_recomputed=self._num_recomputed(num_reused, stop - blended_from),
             policy=self.policy,
             ratio=self.ratio,
         )
+
+    def _num_recomputed(self, num_reused: int, num_rows: int) -> int:
+        budget = recompute_budget(self.policy, self.ratio, num_reused)
+        policy = POLICIES[self.policy]
+        if policy.gradual or policy.fixed_ratio is not None:
+            return budget
+        return self.sizes.snap(budget, num_rows - num_reused, self.ratio)
 
     def reach(self, start: int, stop: int, max_rows: int) -> int:
         """Return how far a step from start may go, at most to stop.
