@@ -232,15 +232,18 @@ def attentions() -> Iterator[Build]:
         yield attention(dtype, kv_dtype, dim, v_dim, split=split, paged=paged)
     for group in (1, 7, 8):
         yield attention(bf16, bf16, 128, 128, group=group)
+    yield attention(bf16, bf16, 128, 128, fixed=True)
+    yield attention(bf16, bf16, 128, 128, split=True, fixed=True)
     for dim in (64, 128):
         yield Build(
             f"merge_splits {dim}",
             ragged_attention_triton._merge_splits,
-            {"partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "out_ptr": "*bf16", "v_scale": "fp32"},
+            {"partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "out_ptr": "*bf16",
+             "bounds_ptr": "*i64", "v_scale": "fp32"},
             {"V_HEAD_DIM": dim, "BLOCK_DV": dim},
             num_warps=1,
             quick=dim == 128,
-        )
+        )  # fmt: skip
 
 
 def attention(
@@ -252,15 +255,16 @@ def attention(
     split: bool = False,
     paged: bool = True,
     group: int = 4,
+    fixed: bool = False,
     tile: TileShape | None = None,
 ) -> Build:
-    """One build of the attention kernel, with the default tile unless another is given."""
+    """One build of the attention kernel; fixed is the one that graphs capture."""
     padded, v_padded = (int(triton.next_power_of_2(d)) for d in (dim, v_dim))
     tile = tile or choose_tile(max(dim, v_dim), dtype)
     kv_pointer = POINTERS[kv_dtype]
     width = f"{dim}/{v_dim}" if dim != v_dim else str(dim)
     shape = f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
-    where = "" if paged else " rows"
+    where = (" fixed" if fixed else "") if paged else " rows"
     return Build(
         f"ragged_attention {_short(dtype)}/{_short(kv_dtype)} d{width} group {group} {shape}"
         f"{' split' if split else ''}{where}",
@@ -268,7 +272,8 @@ def attention(
         {
             "q_ptr": POINTERS[dtype], "k_ptr": kv_pointer, "v_ptr": kv_pointer,
             "out_ptr": "*fp32" if split else POINTERS[dtype], "log_sum_ptr": "*fp32",
-            "position_ptr": "*i32", "bounds_ptr": "*i32", "slot_ptr": "*i64",
+            "position_ptr": "*i32", "bounds_ptr": "*i64" if fixed else "*i32",
+            "slot_ptr": "*i32" if fixed else "*i64",
             "log2_scale": "fp32", "v_scale": "fp32",
         },
         {
