@@ -18,12 +18,7 @@ from typing import Protocol
 import torch
 
 from sgl_blend.kernels.checks import check_rows, check_tensor
-from sgl_blend.kernels.ragged_attention import (
-    RaggedKernel,
-    TorchRagged,
-    plan_ragged,
-    ragged_attention,
-)
+from sgl_blend.kernels.ragged_attention import plan_ragged, ragged_attention
 from sgl_blend.kernels.row_partition import first_rows
 from sgl_blend.kernels.upload import upload
 
@@ -74,7 +69,13 @@ def write_bounds(
 
 
 class FixedKernel(Protocol):
-    """A way to attend for fixed buffers."""
+    """A way to attend from fixed buffers.
+
+    Attributes:
+        can_be_captured: Whether it asks nothing of the device, so that a graph can hold it.
+    """
+
+    can_be_captured: bool
 
     def run(
         self,
@@ -89,7 +90,9 @@ class FixedKernel(Protocol):
 
 
 class TorchFixed:
-    """In plain torch. It reads the bounds, so it cannot be captured."""
+    """In plain torch; it reads the bounds."""
+
+    can_be_captured = False
 
     def run(
         self,
@@ -102,17 +105,6 @@ class TorchFixed:
     ) -> torch.Tensor:
         """Attend in one layer."""
         return ragged_attention_fixed(q, k_pool, v_pool, rows, scale=scale)
-
-
-def fixed_kernel(kernel: RaggedKernel) -> FixedKernel | None:
-    """Return what attends as a kernel does, from fixed buffers; None if it cannot."""
-    if kernel.name == TorchRagged.name:
-        return TorchFixed()
-    if kernel.name == "triton":
-        from sgl_blend.kernels.ragged_attention_fixed_triton import TritonFixed
-
-        return TritonFixed()
-    return None  # FlashInfer plans each batch on the host
 
 
 def check_fixed(

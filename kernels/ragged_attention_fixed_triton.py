@@ -29,6 +29,8 @@ The default ratio keeps about every seventh row. With longer texts the result is
 class TritonFixed:
     """The FixedKernel of CUDA devices."""
 
+    can_be_captured = True
+
     def run(
         self,
         q: torch.Tensor,

@@ -10,7 +10,6 @@ from sgl_blend.kernels.ragged_attention_fixed import (
     FixedKernel,
     FixedRows,
     TorchFixed,
-    fixed_kernel,
     ragged_attention_fixed,
     write_bounds,
 )
@@ -21,6 +20,7 @@ from sgl_blend.kernels.ragged_attention_fixed_triton import (
 )
 from sgl_blend.kernels.ragged_attention_tiles import TileShape
 from sgl_blend.kernels.ragged_attention_triton import TritonRagged, ragged_attention_triton
+from sgl_blend.tuning.kernel_choice import fixed_kernel
 from support import DEVICE, assert_as_good_as
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
