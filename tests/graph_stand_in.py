@@ -12,7 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from harness import Driver
+from harness import Driver, Prompt
+from sparse_path import Comparison
 
 _SCRATCH = 7.0
 """What slot 0 holds before each forward: whatever is written there then is seen."""
@@ -28,6 +29,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self.num_replays = 0
+        self.results: Sequence[torch.Tensor] = ()
+        """Of the last replay, padding included."""
 
     def session(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -37,6 +40,7 @@ class StandIn:
 
         def replay() -> Any:
             self.num_replays += 1
+            self.results = results
             for result, fresh in zip(results, body(), strict=True):
                 result.copy_(fresh)
             return results
@@ -59,6 +63,16 @@ def give_graphs(driver: Driver, buckets: Sequence[int] = BUCKETS) -> StandIn:
     return recorder
 
 
+def with_graphs(
+    driver: Driver, way: Callable[..., Comparison], prompts: list[Prompt]
+) -> tuple[Comparison, int]:
+    """Compare with full prefill in one of sparse_path's ways; also return how many replays ran."""
+    recorder = give_graphs(driver)
+    got = way(driver, prompts)
+    driver.runtime._fusor.graphs = None
+    return got, recorder.num_replays
+
+
 @dataclass
 class Compared:
     """One blended forward, run without graphs and then with them on the same pool.
@@ -68,20 +82,42 @@ class Compared:
         replayed: Whether a graph ran.
         same_logits: Whether both gave the same bits.
         largest: The largest difference of two logits.
+        range: The largest of all logits, by magnitude.
         slots: In which slots the pools differ, bit for bit, in any layer.
         scratch: Whether the padding wrote into slot 0.
+        empty: Whether the padding came out as nothing but zeros.
     """
 
     rows: list[int]
     replayed: bool
     same_logits: bool
     largest: float
+    range: float
     slots: list[int]
     scratch: bool
+    empty: bool
+
+
+class Counted:
+    """Counts the replays of the graphs that a server has captured itself."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.num_replays = 0
+        self.results: Sequence[torch.Tensor] = ()
+        replays = driver.runtime._fusor.graphs._replays
+        replays.update({rows: self._counting(replay) for rows, replay in replays.items()})
+
+    def _counting(self, replay: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            self.num_replays += 1
+            self.results = replay()
+            return self.results
+
+        return run
 
 
 @contextmanager
-def compared(driver: Driver, recorder: StandIn) -> Iterator[list[Compared]]:
+def compared(driver: Driver, recorder: StandIn | Counted) -> Iterator[list[Compared]]:
     """Run every blended forward twice, and note how the two differ."""
     from sgl_blend.fusion.fusor import Fusor
     from sgl_blend.fusion.graphs import RowBucketGraphs
@@ -116,8 +152,10 @@ def compared(driver: Driver, recorder: StandIn) -> Iterator[list[Compared]]:
                 replayed=recorder.num_replays > replays,
                 same_logits=torch.equal(got, want),
                 largest=float((got - want).abs().max()),
+                range=float(want.abs().max()),
                 slots=[slot for slot in different if slot],
                 scratch=0 in different,
+                empty=not any(states[sum(rows) :].any() for states in recorder.results),
             )
         )
         return output

@@ -22,13 +22,14 @@ def between_layers(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what a layer has left to the next one: hidden states and residual, each [rows, hidden].
 
     Since 0.5.21 some models, and since 0.5.23 all, keep the residual in an object that also holds the
-    hidden states and how they are to be added.
+    hidden states and what is still owed to them. With tensor parallelism that is their sum over the
+    ranks; it is paid here.
     """
     stream: Any = getattr(batch, "residual_stream", None)
     if stream is None:
         return batch.hidden_states, batch.residual
-    hidden, residual = stream.finish(batch.hidden_states)
-    return hidden, residual
+    batch.hidden_states = stream.complete(batch.hidden_states)
+    return batch.hidden_states, stream.residual
 
 
 def put_between_layers(batch: ForwardBatch, hidden: torch.Tensor, residual: torch.Tensor) -> None:
@@ -36,8 +37,8 @@ def put_between_layers(batch: ForwardBatch, hidden: torch.Tensor, residual: torc
 
     Args:
         batch: One of whose layers some have run; how a residual is to be added is taken from there.
-        hidden: [rows, hidden].
-        residual: [rows, hidden].
+        hidden: [rows, hidden], as between_layers returns it.
+        residual: [rows, hidden], likewise.
     """
     stream: Any = getattr(batch, "residual_stream", None)
     if stream is None:
@@ -46,7 +47,7 @@ def put_between_layers(batch: ForwardBatch, hidden: torch.Tensor, residual: torc
     # Copies: the next layer empties what it takes, and others may hold it too.
     stream = copy.copy(stream)
     stream.pending = copy.copy(stream.pending)
-    stream.pending.value, stream.residual = hidden, residual
+    stream.pending.value, stream.pending.owed, stream.residual = hidden, None, residual
     batch.hidden_states, batch.residual_stream = hidden, stream
 
 
