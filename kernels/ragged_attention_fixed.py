@@ -61,10 +61,8 @@ def write_bounds(
     absent = MAX_REQUESTS - len(num_rows)
     rows = [*first_rows(num_rows), *[sum(num_rows)] * (absent + 1)]
     zeros = [0] * (MAX_REQUESTS + 1)
-    bounds.copy_(
-        upload([rows, zeros, [*lengths, *[0] * (absent + 1)]], torch.int64, bounds.device),
-        non_blocking=True,
-    )
+    told = [rows, zeros, [*lengths, *[0] * (absent + 1)]]
+    bounds.copy_(upload(told, torch.int64, bounds.device))
     bounds[1, : len(num_rows)].copy_(starts)
 
 

@@ -29,6 +29,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self.num_replays = 0
+        self.recorded: list[int] = []
+        """Rows of each recording, in order."""
         self.results: Sequence[torch.Tensor] = ()
         """Of the last replay, padding included."""
 
@@ -37,6 +39,7 @@ class StandIn:
 
     def record(self, body: Callable[[], Any]) -> Callable[[], Any]:
         results = [result.clone() for result in body()]
+        self.recorded.append(results[0].shape[0])
 
         def replay() -> Any:
             self.num_replays += 1

@@ -110,6 +110,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_canary_max_kl": 0.5,
         "blend_when": "faster",
         "blend_attention": "auto",
+        "blend_cuda_graph": "on",
         "blend_allow_untested": False,
     }
 

@@ -237,20 +237,21 @@ def test_l1_holds_through_graphs(
 # --- capture, and its end ---
 
 
-def ask_while_captured(driver: Driver) -> tuple[list[int], list[int]]:
-    """Return which slots a capture touches, and which buckets there are then."""
+def capture(driver: Driver) -> tuple[list[int], list[int], list[int]]:
+    """Return which slots a capture touches, in which order it goes, and what the server says then."""
     before = pools(driver)
-    give_graphs(driver)
+    recorder = give_graphs(driver)
     touched = {s for a, b in zip(before, pools(driver), strict=True) for s in differing(a, b)}
     buckets = list(driver.runtime.describe()["cuda_graph_rows"])
     driver.runtime._fusor.graphs = None
-    return sorted(touched), buckets
+    return sorted(touched), recorder.recorded, buckets
 
 
 @pytest.mark.engine
 def test_a_capture_touches_no_slot_that_a_request_may_have(start_engine: StartEngine) -> None:
-    touched, buckets = start_engine().call(ask_while_captured)
+    touched, recorded, buckets = start_engine().call(capture)
     assert touched == [0]
+    assert recorded == sorted(BUCKETS, reverse=True)
     assert buckets == list(BUCKETS)
 
 

@@ -197,6 +197,7 @@ class RowBucketGraphs:
         self._wanted = tuple(buckets)
         self._inputs: _Inputs | None = None
         self._replays: dict[int, Body] = {}
+        self._bodies: list[Body] = []  # they hold the batches whose tensors a graph may read
         self._weights: list[int] = []
 
     @torch.no_grad()
@@ -213,7 +214,9 @@ class RowBucketGraphs:
         try:
             with self._recorder.session():
                 for num_rows in reversed(self._wanted):
-                    self._replays[num_rows] = self._recorder.record(self._body(num_rows))
+                    body = self._body(num_rows)
+                    self._bodies.append(body)
+                    self._replays[num_rows] = self._recorder.record(body)
         except RuntimeError as err:  # what CUDA's own errors are, out of memory included
             raise UnsupportedError(
                 f"enable_blend: CUDA graphs cannot be captured: {err}; "
@@ -260,6 +263,7 @@ class RowBucketGraphs:
             logger.warning("sgl-blend: the weights lie elsewhere now, CUDA graphs are given up")
             self.buckets = ()
             self._replays.clear()
+            self._bodies.clear()
 
     def _body(self, num_rows: int) -> Body:
         """Return what one graph runs; it reads the inputs and depends on nothing else."""
