@@ -33,7 +33,7 @@ from sgl_blend.kernels.ragged_attention_tiles import (
 )
 from sgl_blend.kernels.upload import to_device
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +188,13 @@ def ragged_attention_triton(
     _ragged_attention[launch.grid](
         q, k, v, partial, q if launch.log_sum is None else launch.log_sum,
         plan.positions, plan.bounds, plan.bounds if plan.slots is None else plan.slots,
-        len(plan.num_rows), num_rows, scale * _LOG2_E, v_scale,
+        len(plan.num_rows), num_rows, scale * LOG2_E, v_scale,
         q.stride(0), k.stride(0), v.stride(0), **launch.constants,
     )  # fmt: skip
     if launch.log_sum is not None:
         _merge_splits[(num_rows * num_heads,)](
-            partial, launch.log_sum, out, num_rows * num_heads, launch.grid[2], v_scale,
+            partial, launch.log_sum, out, plan.bounds, len(plan.num_rows), num_heads,
+            num_rows * num_heads, launch.grid[2], v_scale,
             V_HEAD_DIM=v_head_dim, BLOCK_DV=padded_dim(v_head_dim), num_warps=1,
         )  # fmt: skip
     return out
@@ -212,10 +213,10 @@ def _ragged_attention(  # type: ignore[no-untyped-def]
     request, tile = _find_tile(bounds_ptr, num_requests, TILE_ROWS, BLOCK_B)
     if tile < 0:
         return
-    first_row = tl.load(bounds_ptr + request)
-    stop_row = tl.load(bounds_ptr + request + 1)
+    first_row = tl.load(bounds_ptr + request).to(tl.int32)
+    stop_row = tl.load(bounds_ptr + request + 1).to(tl.int32)
     kv_start = tl.load(bounds_ptr + num_requests + 1 + request).to(tl.int64)
-    kv_length = tl.load(bounds_ptr + 2 * (num_requests + 1) + request)
+    kv_length = tl.load(bounds_ptr + 2 * (num_requests + 1) + request).to(tl.int32)
 
     packed = tl.arange(0, BLOCK_M)  # row of the tile, query head of the KV head
     row = first_row + tile * TILE_ROWS + packed // GROUP
@@ -264,8 +265,8 @@ def _find_tile(  # type: ignore[no-untyped-def]
     """
     number = tl.arange(0, BLOCK_B)
     known = number < num_requests
-    start = tl.load(bounds_ptr + number, mask=known, other=0)
-    stop = tl.load(bounds_ptr + number + 1, mask=known, other=0)
+    start = tl.load(bounds_ptr + number, mask=known, other=0).to(tl.int32)
+    stop = tl.load(bounds_ptr + number + 1, mask=known, other=0).to(tl.int32)
     tiles = (stop - start + TILE_ROWS - 1) // TILE_ROWS
     wanted = tl.sum(tiles, 0) - 1 - tl.program_id(0)
     in_front = tl.cumsum(tiles, 0) <= wanted
@@ -370,13 +371,15 @@ def _store_tile(  # type: ignore[no-untyped-def]
     tl.store(target, mixed.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (dim < V_HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=["num_places", "num_splits"])
+@triton.jit(do_not_specialize=["num_requests", "num_heads", "num_places", "num_splits"])
 def _merge_splits(  # type: ignore[no-untyped-def]
-    partial_ptr, log_sum_ptr, out_ptr, num_places, num_splits, v_scale,
-    V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+    partial_ptr, log_sum_ptr, out_ptr, bounds_ptr, num_requests, num_heads, num_places, num_splits,
+    v_scale, V_HEAD_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the shares of one row and head by their sums."""
+    """Weigh the shares of one row and head by their sums; nobody has written those of padding."""
     place = tl.program_id(0).to(tl.int64)
+    if place >= tl.load(bounds_ptr + num_requests).to(tl.int64) * num_heads:
+        return
     dim = tl.arange(0, BLOCK_DV)
     inside = dim < V_HEAD_DIM
     # The first share holds position 0, which every row sees: its log-sum is finite.

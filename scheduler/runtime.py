@@ -352,6 +352,8 @@ class BlendRuntime:
         A request in the middle of its prefill goes on without what it has not copied yet.
         """
         self._model.renew()
+        if self._fusor.graphs is not None:
+            self._fusor.graphs.weights_changed()
         self.admission.weights_changed()
         self.forget_pending()
         for _, state in self._planned.values():
@@ -362,8 +364,10 @@ class BlendRuntime:
 
     def describe(self) -> dict[str, Any]:
         """Return settings and totals for /server_info."""
+        graphs = self._fusor.graphs
         return {
             **self._description,
+            "cuda_graph_rows": [] if graphs is None else list(graphs.buckets),
             "model_fingerprint": self._model.fingerprint,
             "weight_updates": self._model.num_updates,
             "quality": self._model.quality,

@@ -13,6 +13,7 @@ from sgl_blend.engine.compatibility import (
     check_server_args,
 )
 from sgl_blend.engine.facts import ServerFacts, read_facts
+from sgl_blend.engine.graph_capture import CudaRecorder, graphs_may_be_paused
 from sgl_blend.engine.models import (
     decoder_layers,
     layer_pools,
@@ -25,11 +26,13 @@ from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.engine.rounds import vocab_size
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.graphs import RowBucketGraphs
 from sgl_blend.fusion.layouts.mha import MHALayout
 from sgl_blend.fusion.memory import DeviationMemory
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
 from sgl_blend.fusion.row_sizes import NO_SIZES, RowSizes
+from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkStore
@@ -49,7 +52,7 @@ from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
 from sgl_blend.tuning.cost_model import CostModel, measure
-from sgl_blend.tuning.kernel_choice import choose_kernel
+from sgl_blend.tuning.kernel_choice import choose_kernel, fixed_kernel
 from sgl_blend.tuning.row_sizes import measure_sizes
 from sgl_blend.tuning.trial import run_trial
 from sgl_blend.tuning.warm_up import warm_up
@@ -199,10 +202,13 @@ def _make_fusion(
     heads = query_heads(layers[-1])
     kernel = choose_kernel(config.blend_attention, pools, heads, dtype, tp_group)
     memory = DeviationMemory(pools.v[0].shape[0], pools.v[0].device)
-    fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory)
+    graphs = _graphs(config, scheduler, facts, split, kernel, tp_group)
+    fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory, graphs)
     run_trial(fusor, scheduler, config)
     if layout.is_on_gpu:
         warm_up(runner, layers[-1], pools, kernel, rotation, facts.most_requests)
+    if graphs is not None:
+        graphs.capture()
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
         cost_model = CostModel(
@@ -224,6 +230,24 @@ def _make_fusion(
             "rotation_errors": {str(delta): error for delta, error in errors.items()},
         },
     )
+
+
+def _graphs(
+    config: BlendConfig,
+    scheduler: Scheduler,
+    facts: ServerFacts,
+    layers: LayerSplit,
+    kernel: RaggedKernel,
+    tp_group: TPGroup,
+) -> RowBucketGraphs | None:
+    """Return the graphs of a server, not captured yet; None where there is nothing to capture."""
+    fixed = fixed_kernel(kernel)
+    if config.blend_cuda_graph == "off" or fixed is None or not fixed.can_be_captured:
+        return None
+    if graphs_may_be_paused(facts.args):
+        logger.info("sgl-blend: no CUDA graphs with SGLANG_MEMORY_SAVER_CUDA_GRAPH")
+        return None
+    return RowBucketGraphs(scheduler, layers, fixed, CudaRecorder(), tp_group)
 
 
 def _quality(config: BlendConfig, model_architecture: str) -> str:

@@ -16,11 +16,13 @@ from triton.runtime.jit import JITFunction
 from sgl_blend.kernels import (
     delta_rope_triton,
     kv_deviation_triton,
+    ragged_attention_fixed_triton,
     ragged_attention_triton,
     row_compaction_triton,
     segmented_topk_triton,
 )
 from sgl_blend.kernels.delta_rope import address_table
+from sgl_blend.kernels.ragged_attention_fixed import MAX_REQUESTS, FixedRows
 
 MODULES = (
     delta_rope_triton,
@@ -88,6 +90,20 @@ def launch_all(rows: list[int]) -> None:
         )
 
 
+def launch_fixed(num_rows: int) -> None:
+    """Launch what a graph of so many rows captures."""
+    q, k, v = torch.zeros(num_rows, 32, 128, dtype=HALF), pool(), pool()
+    rows = FixedRows(
+        positions=torch.zeros(num_rows, dtype=torch.int32),
+        bounds=torch.zeros(3, MAX_REQUESTS + 1, dtype=torch.int64),
+        table=torch.zeros(640, dtype=torch.int32),
+    )
+    for num_splits in (1, 2):
+        ragged_attention_fixed_triton.ragged_attention_fixed_triton(
+            q, k, v, rows, scale=0.1, num_splits=num_splits
+        )
+
+
 def count_variants() -> dict[str, int]:
     kernels = {
         name: kernel
@@ -106,4 +122,6 @@ if __name__ == "__main__":
     only_compile()
     for rows in ([1], [1, 1], [16], [7, 0, 9, 1]):
         launch_all(rows)
+    for num_rows in (64, 448, 1024):
+        launch_fixed(num_rows)
     json.dump(count_variants(), sys.stdout)

@@ -45,6 +45,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("blend_separator", "", "blend_separator must not be empty"),
     ("blend_min_chunk_tokens", 0, "blend_min_chunk_tokens must be at least 1, got 0"),
     ("blend_on_miss", "wait", "blend_on_miss must be one of compute, build, got 'wait'"),
+    ("blend_cuda_graph", "yes", "blend_cuda_graph must be one of on, off, got 'yes'"),
     ("blend_build_prefix", "system", "blend_build_prefix must be one of first, .*, got 'system'"),
     ("blend_max_build_prefix", -1, "blend_max_build_prefix must not be negative, got -1"),
     ("blend_canary_rate", 1.1, r"blend_canary_rate must be a number in \[0, 1\], got 1.1"),
@@ -109,6 +110,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_canary_max_kl": 0.5,
         "blend_when": "faster",
         "blend_attention": "auto",
+        "blend_cuda_graph": "on",
         "blend_allow_untested": False,
     }
 

@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
+from graph_stand_in import give_graphs
 from harness import Driver, rag_prompt, random_tokens
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -29,7 +30,13 @@ READS = {
     "_unique2",
 }
 """Operations whose result, or its size, the host has to be told."""
-TORCH_KERNELS = {"delta_rope.py", "ragged_attention.py", "segmented_topk.py", "kv_deviation.py"}
+TORCH_KERNELS = {
+    "delta_rope.py",
+    "ragged_attention.py",
+    "ragged_attention_fixed.py",
+    "segmented_topk.py",
+    "kv_deviation.py",
+}
 """Files of kernels/ that run in torch where there is no GPU."""
 POLICIES = ["hkvd", "hkvd-k", "hybrid", "gradual", "query-aware", "edge", "funnel", "remembered"]
 
@@ -137,6 +144,20 @@ def _reads_of_a_blended_forward(driver: Driver, policy: str) -> tuple[list[str],
 def test_nothing_of_ours_asks_the_device(start_engine: StartEngine, policy: str) -> None:
     found, count = start_engine().call(_reads_of_a_blended_forward, policy)
     assert count > 30
+    assert found == []
+
+
+def _reads_through_graphs(driver: Driver, policy: str) -> tuple[list[str], int, int]:
+    recorder = give_graphs(driver)
+    found, count = _reads_of_a_blended_forward(driver, policy)
+    driver.runtime._fusor.graphs = None
+    return found, count, recorder.num_replays
+
+
+def test_nothing_asks_the_device_on_the_way_to_a_graph(start_engine: StartEngine) -> None:
+    found, count, replays = start_engine().call(_reads_through_graphs, "hkvd")
+    assert count > 30
+    assert replays > 0
     assert found == []
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
+from graph_stand_in import with_graphs
 from harness import Answer, Driver, Prompt, Ranks, largest_difference, rag_prompt, random_tokens
 from sparse_path import (
     assert_drops_and_is_full_prefill,
@@ -111,6 +112,17 @@ def test_l1_holds_on_two_ranks(ranks: Ranks, policy: str) -> None:
         assert_drops_and_is_full_prefill(dropped)
     for kept in ranks.call(on_all_rows, [prompt]):
         assert_keeps_all_and_is_full_prefill(kept)
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "first-k"])
+def test_l1_holds_on_two_ranks_through_graphs(ranks: Ranks, policy: str) -> None:
+    segments = [SYSTEM, CHUNKS[0], random_tokens(50, 15), CHUNKS[1], CHUNKS[2]]
+    params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3}
+    prompt = Prompt([*segments, random_tokens(9, 12)], [1, 3, 4], params=params, max_new_tokens=3)
+
+    for dropped, replays in ranks.call(with_graphs, on_true_kv, [prompt]):
+        assert_drops_and_is_full_prefill(dropped)
+        assert replays == 1
 
 
 def _wander(driver: Driver, rank: int) -> list[dict[str, Any]]:

@@ -218,15 +218,20 @@ def attentions() -> Iterator[Build]:
         yield attention(bf16, bf16, 128, 128, group=group)
     for most_requests in (64, 256, 1024, 4096):
         yield attention(bf16, bf16, 128, 128, most_requests=most_requests)
-    for dim in HEAD_DIMS:
+    for split in (False, True):
+        yield attention(bf16, bf16, 128, 128, split=split, fixed=True)
+    for dim, bounds in ((dim, bounds) for dim in HEAD_DIMS for bounds in ("*i32", "*i64")):
         yield Build(
-            f"merge_splits {dim}",
+            f"merge_splits {dim}{' fixed' if bounds == '*i64' else ''}",
             ragged_attention_triton._merge_splits,
-            {"partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "out_ptr": "*bf16", "v_scale": "fp32"},
+            {
+                "partial_ptr": "*fp32", "log_sum_ptr": "*fp32", "out_ptr": "*bf16",
+                "bounds_ptr": bounds, "v_scale": "fp32",
+            },
             {"V_HEAD_DIM": dim, "BLOCK_DV": padded_dim(dim)},
             num_warps=1,
             quick=dim == 128,
-        )
+        )  # fmt: skip
 
 
 def attention(
@@ -239,15 +244,16 @@ def attention(
     paged: bool = True,
     group: int = 4,
     most_requests: int = 16,
+    fixed: bool = False,
     tile: TileShape | None = None,
 ) -> Build:
-    """One build of the attention kernel, with the default tile unless another is given."""
+    """One build of the attention kernel; fixed is the one that graphs capture."""
     padded, v_padded = padded_dim(dim), padded_dim(v_dim)
     tile = tile or choose_tile(max(dim, v_dim), dtype)
     kv_pointer = POINTERS[kv_dtype]
     width = f"{dim}/{v_dim}" if dim != v_dim else str(dim)
     shape = f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
-    where = "" if paged else " rows"
+    where = (" fixed" if fixed else "") if paged else " rows"
     many = f" {most_requests} requests" if most_requests > 16 else ""
     return Build(
         f"ragged_attention {_short(dtype)}/{_short(kv_dtype)} d{width} group {group} {shape}"
@@ -256,7 +262,8 @@ def attention(
         {
             "q_ptr": POINTERS[dtype], "k_ptr": kv_pointer, "v_ptr": kv_pointer,
             "out_ptr": "*fp32" if split else POINTERS[dtype], "log_sum_ptr": "*fp32",
-            "position_ptr": "*i64", "bounds_ptr": "*i32", "slot_ptr": "*i64",
+            "position_ptr": "*i32" if fixed else "*i64",
+            "bounds_ptr": "*i64" if fixed else "*i32", "slot_ptr": "*i32" if fixed else "*i64",
             "log2_scale": "fp32", "v_scale": "fp32",
         },
         {

@@ -149,6 +149,9 @@ class ForwardBatch(Protocol):
     extend_logprob_start_lens_cpu: list[int] | None
     input_embeds: Any
     replace_embeds: Any
+    hidden_states: torch.Tensor
+    residual: torch.Tensor
+    residual_stream: Any  # since 0.5.21
 
 
 class ModelOutput(Protocol):

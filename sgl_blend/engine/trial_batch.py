@@ -49,30 +49,52 @@ def prefill_batch(scheduler: Scheduler, slots: torch.Tensor) -> Iterator[Forward
         scheduler: SGLang's, idle.
         slots: int64 [num_tokens], where its KV goes.
     """
+    rows = runner_of(scheduler).req_to_token_pool
+    number, length = rows.free_slots[0], slots.numel()
+    positions = torch.arange(length, device=slots.device)
+    batch = made_up_batch(scheduler, positions=positions, slots=slots, number=number)
+    before = rows.req_to_token[number, :length].clone()
+    rows.req_to_token[number, :length] = slots.to(rows.req_to_token.dtype)
+    try:
+        yield batch
+    finally:
+        rows.req_to_token[number, :length] = before
+
+
+def made_up_batch(
+    scheduler: Scheduler, *, positions: torch.Tensor, slots: torch.Tensor, number: int
+) -> ForwardBatch:
+    """Make a ForwardBatch of one request that nobody sent.
+
+    Args:
+        scheduler: SGLang's.
+        positions: int64 [rows]; the batch keeps this very tensor.
+        slots: int64 [rows], where the KV of the rows goes; likewise.
+        number: Row of the request in SGLang's table of slots.
+    """
     from sglang.srt.model_executor.forward_batch_info import (
         CaptureHiddenMode,
         ForwardMode,
     )
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch as SGLangBatch
 
-    runner = runner_of(scheduler)
-    rows = runner.req_to_token_pool
-    number, length, device = rows.free_slots[0], slots.numel(), slots.device
+    length, device = slots.numel(), slots.device
 
     def of_one(value: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([value], dtype=dtype, device=device)
 
+    vocab_size = runner_of(scheduler).model_config.vocab_size
     batch: ForwardBatch = SGLangBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=1,
-        input_ids=torch.arange(length, device=device) % runner.model_config.vocab_size,
+        input_ids=torch.arange(length, device=device) % vocab_size,
         req_pool_indices=of_one(number, torch.int64),
         seq_lens=of_one(length, torch.int64),
         seq_lens_cpu=torch.tensor([length]),
         seq_lens_sum=length,
         orig_seq_lens=of_one(length, torch.int32),
         out_cache_loc=slots,
-        positions=torch.arange(length, device=device),
+        positions=positions,
         extend_num_tokens=length,
         extend_seq_lens=of_one(length, torch.int32),
         extend_prefix_lens=of_one(0, torch.int32),
@@ -90,9 +112,4 @@ def prefill_batch(scheduler: Scheduler, slots: torch.Tensor) -> Iterator[Forward
         is_extend_in_batch=True,
     )
     set_num_tokens(batch)
-    before = rows.req_to_token[number, :length].clone()
-    rows.req_to_token[number, :length] = slots.to(rows.req_to_token.dtype)
-    try:
-        yield batch
-    finally:
-        rows.req_to_token[number, :length] = before
+    return batch

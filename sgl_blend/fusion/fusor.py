@@ -47,6 +47,7 @@ from sgl_blend.engine.models import (
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates, joined
+from sgl_blend.fusion.graphs import RowBucketGraphs
 from sgl_blend.fusion.host_plan import BatchShape, Group, HostPlan, Reduction
 from sgl_blend.fusion.kv_copier import KVCopier
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
@@ -81,6 +82,7 @@ class Fusor:
 
     Attributes:
         layers: The model's layers and which of them selects.
+        graphs: Of the layers above the check layer; None if they are launched kernel by kernel.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class Fusor:
         kernel: RaggedKernel,
         tp_group: TPGroup,
         memory: DeviationMemory,
+        graphs: RowBucketGraphs | None = None,
     ) -> None:
         self.layers = layers
+        self.graphs = graphs
         self._memory = memory
         self._runner = runner
         self._modules = decoder_layers(runner)
@@ -200,7 +204,9 @@ class Fusor:
     ) -> object:
         """Run the layers that select no more; return the logits."""
         last = self.layers.total - 1
-        run_layers(self._runner, batch, last - done)
+        graphs, scattered = self.graphs, backend.has_dropped
+        if graphs is None or not graphs.run(batch, done, scattered=scattered):
+            run_layers(self._runner, batch, last - done)
         if plan.last is None:
             return run_layers(self._runner, batch, 1)
         backend.keep_last_at(last, plan.last)

@@ -18,6 +18,7 @@ ATTRIBUTE = "_sgl_blend"
 
 ON_MISS = ("compute", "build")
 WHEN = ("faster", "always")
+CUDA_GRAPH = ("on", "off")
 ATTENTION = ("auto", "flashinfer", "triton", "torch")
 BUILD_PREFIXES = ("first", "bos", "none", "sinks")
 
@@ -56,6 +57,9 @@ _HELP = {
     "blend_attention": "Code that computes attention for the tokens that are computed again. "
     "triton and flashinfer need CUDA, torch runs everywhere. auto: the one that a trial at start "
     "finds fastest.",
+    "blend_cuda_graph": "on: capture CUDA graphs of the layers above the check layer at start, so "
+    "that a slow host does not hold the device up. off: capture none, if the capture fails or its "
+    "memory is needed. Without CUDA, and with FlashInfer's attention, there are none.",
     "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
     "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last "
     "comparisons, in nats. By Pinsker's inequality 0.5 lets at most half of the first token's "
@@ -85,6 +89,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_canary_max_kl: float = 0.5
     blend_when: str = "faster"
     blend_attention: str = "auto"
+    blend_cuda_graph: str = "on"
     blend_allow_untested: bool = False
 
     def __post_init__(self) -> None:
@@ -103,6 +108,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _require_choice("blend_on_miss", self.blend_on_miss, ON_MISS)
         _require_choice("blend_when", self.blend_when, WHEN)
         _require_choice("blend_attention", self.blend_attention, ATTENTION)
+        _require_choice("blend_cuda_graph", self.blend_cuda_graph, CUDA_GRAPH)
         _require_choice("blend_build_prefix", self.blend_build_prefix, BUILD_PREFIXES)
         _require(
             self.blend_max_build_prefix >= 0,

@@ -10,6 +10,7 @@ from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import LayerPools
 from sgl_blend.kernels.ragged_attention import RaggedKernel, TorchRagged
+from sgl_blend.kernels.ragged_attention_fixed import FixedKernel, TorchFixed
 from sgl_blend.tuning.timing import median_seconds
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,17 @@ def choose_kernel(
     if chosen is None:
         raise UnsupportedError(f"enable_blend: only some ranks can use {NAMES}, first has {shown}")
     return chosen
+
+
+def fixed_kernel(kernel: RaggedKernel) -> FixedKernel | None:
+    """Return what attends as a kernel does, but from fixed buffers; None if it cannot."""
+    if kernel.name == TorchRagged.name:
+        return TorchFixed()
+    if kernel.name == "triton":
+        from sgl_blend.kernels.ragged_attention_fixed_triton import TritonFixed
+
+        return TritonFixed()
+    return None  # FlashInfer plans each batch on the host
 
 
 def _start(
