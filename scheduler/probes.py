@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput
 from sgl_blend.engine.tree import node_number
-from sgl_blend.fusion.fusor import Fusor, Probed
+from sgl_blend.fusion.fusor import Fusor
+from sgl_blend.fusion.memory import Probed
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import probe_salt_of

@@ -16,7 +16,7 @@ KERNELS = {
     "_tables",
     "_copy_rotated_layers",
     "_deviation",
-    "_segmented_topk",
+    "_select_rows",
     "_compact",
     "_ragged_attention",
     "_merge_splits",
@@ -91,7 +91,7 @@ def test_a_blended_forward_launches_nothing_that_was_not_launched_at_start(
 
     assert found["reused"] > 10_000
     assert set(used) == KERNELS, "the forwards do not show every kernel"
-    assert len(used["_segmented_topk"]) == 2  # short and long segments
+    assert len(used["_select_rows"]) == 2  # short and long requests
     assert len(used["_ragged_attention"]) == 3  # whole, split, and of many requests
     for name in KERNELS:
         assert used[name] <= warm[name], f"{name} would be compiled while a request waits"

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch_kernels import AbsentHopper
+from numpy.typing import NDArray
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sgl_blend.kernels import (
     delta_rope,
     kv_deviation,
-    ragged_attention_triton,
+    ragged_attention_tiles,
     row_compaction,
     segmented_topk,
 )
@@ -31,7 +33,7 @@ from sgl_blend.kernels.kv_deviation_triton import kv_deviation_at_triton
 from sgl_blend.kernels.ragged_attention import TorchRagged
 from sgl_blend.kernels.ragged_attention_triton import TritonRagged
 from sgl_blend.kernels.row_compaction_triton import compact_rows_triton
-from sgl_blend.kernels.segmented_topk_triton import segmented_topk_triton
+from sgl_blend.kernels.segmented_topk_triton import select_rows_triton
 
 MULTIPROCESSORS = 132
 """Of an H100 and an H200."""
@@ -42,15 +44,23 @@ class BothRagged:
 
     name = "both"
 
+    def host_counts(self, num_rows: Sequence[int], lengths: Sequence[int]) -> NDArray[np.int32]:
+        return TritonRagged().host_counts(num_rows, lengths)
+
     def plan(
         self,
         positions: torch.Tensor,
         num_rows: Sequence[int],
         kv_slots: Sequence[torch.Tensor],
         dtype: torch.dtype,
+        *,
+        counts: torch.Tensor | None = None,
     ) -> tuple[Any, Any]:
         arguments = positions, num_rows, kv_slots, dtype
-        return TorchRagged().plan(*arguments), TritonRagged().plan(*arguments)
+        return (
+            TorchRagged().plan(*arguments),
+            TritonRagged().plan(*arguments, counts=counts),
+        )
 
     def run(
         self,
@@ -79,12 +89,17 @@ def _copy(
     copy_rotated_layers_triton(addresses, layers, *both, neox=neox)
 
 
+def _select(scores: torch.Tensor, rows: torch.Tensor, segments: segmented_topk.Segments) -> None:
+    bounds = torch.from_numpy(segments.bounds())
+    select_rows_triton(scores, rows, segments.rows, sum(segments.taken), bounds)
+
+
 _BESIDE: list[tuple[Any, str, Callable[..., Any]]] = [
     (delta_rope, "_copy_rotated_layers_torch", _copy),
     (delta_rope, "_delta_rope_tables_torch", delta_rope_tables_triton),
     (kv_deviation, "_kv_deviation_at_torch", kv_deviation_at_triton),
     (row_compaction, "_compact_rows_torch", compact_rows_triton),
-    (segmented_topk, "_segmented_topk_torch", segmented_topk_triton),
+    (segmented_topk, "_select_rows_torch", _select),
 ]
 
 
@@ -105,7 +120,7 @@ def kernels_beside() -> Iterator[dict[str, set[str]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", note)
-        patch.setattr(ragged_attention_triton, "choose_splits", _choose_splits)
+        patch.setattr(ragged_attention_tiles, "choose_splits", _choose_splits)
         for module, name, launch in _BESIDE:
             patch.setattr(module, name, _both(getattr(module, name), launch))
         driver.set_active(AbsentHopper())

@@ -51,7 +51,7 @@ from sgl_blend.fusion.graphs import RowBucketGraphs
 from sgl_blend.fusion.host_plan import BatchShape, Group, HostPlan, Reduction
 from sgl_blend.fusion.kv_copier import KVCopier
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
-from sgl_blend.fusion.memory import DeviationMemory
+from sgl_blend.fusion.memory import DeviationMemory, Probed
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import LayerSplit, StepPlan
 from sgl_blend.fusion.planner import Planner
@@ -60,21 +60,6 @@ from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.policies import POLICIES
 from sgl_blend.policies.spec import LayerView, Sees
-
-
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """A stored chunk that was prefilled once more after another text.
-
-    Attributes:
-        stored_slots: int64 [n], where its KV lies.
-        begin: Where it begins in the request that prefills it.
-        first: Whether nothing is remembered of it yet.
-    """
-
-    stored_slots: torch.Tensor
-    begin: int
-    first: bool
 
 
 class Fusor:

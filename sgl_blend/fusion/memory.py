@@ -7,7 +7,24 @@ first layer. Kept is the largest deviation over all contexts a token was seen in
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A stored chunk that was prefilled once more after another text.
+
+    Attributes:
+        stored_slots: int64 [n], where its KV lies.
+        begin: Where it begins in the request that prefills it.
+        first: Whether nothing is remembered of it yet.
+    """
+
+    stored_slots: torch.Tensor
+    begin: int
+    first: bool
 
 
 class DeviationMemory:

@@ -25,7 +25,8 @@ from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.kernels.row_compaction import compact_rows
-from sgl_blend.kernels.segmented_topk import segmented_topk
+from sgl_blend.kernels.segmented_topk import Segments, select_rows
+from sgl_blend.kernels.upload import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,10 @@ def warm_up(
     cos, sin = rotation.between(first, first)  # by nothing: the bytes stay the same
     copy_rotated_layers(pools, range(1), first, first, cos, sin, neox=rotation.neox)
     for rows in _SEGMENT_ROWS:
-        segmented_topk(torch.zeros(rows, device=device), [rows], [1])
+        segments = Segments(rows=(rows,), candidates=(rows,), taken=(1,))
+        bounds = to_device(torch.from_numpy(segments.bounds()), device)
+        numbers = torch.arange(rows, device=device)
+        select_rows(torch.zeros(rows, device=device), numbers, segments, bounds)
     compact_rows(first, [first, first, first])  # token ids, positions, slots
     compact_rows(first, [torch.zeros(1, hidden_size(runner), dtype=dtype, device=device)])
     for fresh in _fresh(pools, heads, _REQUEST_ROWS, dtype):
