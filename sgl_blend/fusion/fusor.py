@@ -189,7 +189,7 @@ class Fusor:
     ) -> object:
         """Run the layers that select no more; return the logits."""
         last = self.layers.total - 1
-        graphs, scattered = self.graphs, backend.has_dropped
+        graphs, scattered = self.graphs, plan.last is not None  # then rows were dropped
         if graphs is None or not graphs.run(batch, done, scattered=scattered):
             run_layers(self._runner, batch, last - done)
         if plan.last is None:
