@@ -76,7 +76,12 @@ def pair_blocks(num_heads: int, head_dim: int, half: int) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_layers", "first_layer", "layer_step"])
+# Slots are a part of a list and begin anywhere: a kernel that took note of that would be compiled again
+# while requests wait.
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_layers", "first_layer", "layer_step"],
+    do_not_specialize_on_alignment=["source_ptr", "dest_ptr"],
+)
 def _copy_rotated_layers(  # type: ignore[no-untyped-def]
     address_ptr, source_ptr, dest_ptr, cos_ptr, sin_ptr,
     num_tokens, num_layers, first_layer, layer_step, k_stride, v_stride,

@@ -70,6 +70,7 @@ def warm_up(
     dtype, heads = model_dtype(runner), query_heads(layer_module)
     device = pools.v[0].device
     first = torch.zeros(1, dtype=torch.int64, device=device)
+    odd = torch.zeros(2, dtype=torch.int64, device=device)[1:]  # begins where few tensors do
     cos, sin = rotation.between(first, first)  # by nothing: the bytes stay the same
     copy_rotated_layers(pools, range(1), first, first, cos, sin, neox=rotation.neox)
     for rows in _SEGMENT_ROWS:
@@ -78,6 +79,10 @@ def warm_up(
         numbers = torch.arange(rows, device=device)
         select_rows(torch.zeros(rows, device=device), numbers, segments, bounds)
     compact_rows(first, [first, first, first])  # token ids, positions, slots
+    compact_rows(first, [first, first, cos, sin])  # of candidates that select again
+    compact_rows(first, [first, odd, cos, sin])  # likewise, behind exact heads of odd length
+    compact_rows(first, [torch.zeros(1, device=device)])  # their priorities, or what is decided
+    compact_rows(first, [torch.zeros(1, device=device)] * 2)  # both
     compact_rows(first, [torch.zeros(1, hidden_size(runner), dtype=dtype, device=device)])
     for fresh in _fresh(pools, heads, _REQUEST_ROWS, dtype):
         compact_rows(first, [fresh.q])
