@@ -209,6 +209,8 @@ def _make_fusion(
         warm_up(runner, layers[-1], pools, kernel, rotation, facts.most_requests)
     if graphs is not None:
         graphs.capture()
+        if graphs.buckets:
+            run_trial(fusor, scheduler, config)  # once more, now with them
     cost_model = None
     if config.blend_when == "faster" and config.blend_on_miss != "build":
         cost_model = CostModel(
@@ -247,7 +249,7 @@ def _graphs(
     if graphs_may_be_paused(facts.args):
         logger.info("sgl-blend: no CUDA graphs with SGLANG_MEMORY_SAVER_CUDA_GRAPH")
         return None
-    return RowBucketGraphs(scheduler, layers, fixed, CudaRecorder(), tp_group)
+    return RowBucketGraphs(scheduler, layers, fixed, CudaRecorder(tp_group), tp_group)
 
 
 def _quality(config: BlendConfig, model_architecture: str) -> str:

@@ -51,13 +51,15 @@ class StandIn:
         return replay
 
 
-def give_graphs(driver: Driver, buckets: Sequence[int] = BUCKETS) -> StandIn:
+def give_graphs(
+    driver: Driver, buckets: Sequence[int] = BUCKETS, recorder: StandIn | None = None
+) -> StandIn:
     """Let a worker's blended forwards take graphs from now on."""
     from sgl_blend.engine.tp_group import this_group
     from sgl_blend.fusion.graphs import RowBucketGraphs
     from sgl_blend.kernels.ragged_attention_fixed import TorchFixed
 
-    fusor, recorder = driver.runtime._fusor, StandIn()
+    fusor, recorder = driver.runtime._fusor, recorder or StandIn()
     graphs = RowBucketGraphs(
         driver.scheduler, fusor.layers, TorchFixed(), recorder, this_group(), buckets
     )

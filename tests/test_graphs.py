@@ -9,6 +9,7 @@ from graph_stand_in import (
     BUCKETS,
     Compared,
     Counted,
+    StandIn,
     compared,
     differing,
     give_graphs,
@@ -201,7 +202,9 @@ def test_captured_graphs_answer_as_kernel_by_kernel(start_engine: StartEngine) -
         [prompt_in((4, 1), "hkvd")],
     ]
 
-    found = start_engine(blend_attention="triton").call(ask_a_server, batches)
+    found = start_engine(blend_attention="triton", blend_cuda_graph="on").call(
+        ask_a_server, batches
+    )
 
     assert [forward.replayed for forward in found] == [True, True]
     for forward in found:
@@ -261,6 +264,48 @@ def test_without_cuda_there_are_no_graphs(start_engine: StartEngine) -> None:
     described = start_engine().call(describe)
     assert described["blend_cuda_graph"] == "on"
     assert described["cuda_graph_rows"] == []
+
+
+def fail_to_capture(driver: Driver) -> tuple[list[str], list[int], list[Compared]]:
+    """Return the warnings of a capture that fails midway, the graphs left, and how it serves then."""
+    from sgl_blend.fusion import graphs
+
+    warm(driver, "hkvd")
+    recorder, warnings = StandIn(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "record", failing_after(2, recorder.record))
+        patch.setattr(graphs.logger, "warning", lambda text, *args: warnings.append(text % args))
+        give_graphs(driver, recorder=recorder)
+    with compared(driver, recorder) as found:
+        driver.ask(prompt_in((0, 2, 1), "hkvd"))
+    driver.settle()
+    left = list(driver.runtime.describe()["cuda_graph_rows"])
+    driver.runtime._fusor.graphs = None
+    return warnings, left, found
+
+
+def failing_after(count: int, record: Any) -> Any:
+    left = [count]
+
+    def maybe(body: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("out of memory")
+        return record(body)
+
+    return maybe
+
+
+@pytest.mark.engine
+def test_a_capture_that_fails_leaves_a_server_without_graphs(start_engine: StartEngine) -> None:
+    warnings, left, found = start_engine().call(fail_to_capture)
+
+    (warning,) = warnings
+    assert "RuntimeError: out of memory" in warning
+    assert "--blend-cuda-graph off" in warning
+    assert left == []
+    assert [forward.replayed for forward in found] == [False]
+    assert found[0].same_logits
 
 
 def describe(driver: Driver) -> dict[str, Any]:

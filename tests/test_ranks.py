@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from graph_stand_in import with_graphs
+from graph_stand_in import StandIn, give_graphs, with_graphs
 from harness import Answer, Driver, Prompt, Ranks, largest_difference, rag_prompt, random_tokens
 from sparse_path import (
     assert_drops_and_is_full_prefill,
@@ -159,3 +159,38 @@ def test_ranks_with_different_clocks_take_the_same_decisions(ranks: Ranks) -> No
     first, second = [engine.receive() for engine in ranks.engines]
     assert first == second
     assert any(report["chunk_hits"] for report in first)
+
+
+def _capture_that_fails_on_one(driver: Driver) -> tuple[list[str], list[int]]:
+    """Return the warnings of this rank, and which graphs it has then."""
+    from sgl_blend.engine.tp_group import this_group
+    from sgl_blend.fusion import graphs
+
+    group, recorder = this_group(), StandIn()
+    warnings: list[str] = []
+    capture = recorder.record
+
+    def record(body: Any) -> Any:
+        def work() -> Any:
+            if recorder.recorded and not group.is_first:
+                raise RuntimeError("out of memory")
+            return capture(body)
+
+        return group.together(work)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorder, "record", record)
+        patch.setattr(graphs.logger, "warning", lambda text, *args: warnings.append(text % args))
+        give_graphs(driver, recorder=recorder)
+    left = list(driver.runtime.describe()["cuda_graph_rows"])
+    driver.runtime._fusor.graphs = None
+    return warnings, left
+
+
+def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(ranks: Ranks) -> None:
+    first, second = ranks.call(_capture_that_fails_on_one)
+
+    assert first[1] == second[1] == []
+    assert [len(warnings) for warnings, _ in (first, second)] == [1, 1]
+    assert "on another rank" in first[0][0]
+    assert "out of memory" in second[0][0]

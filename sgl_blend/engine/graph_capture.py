@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from sgl_blend.engine.objects import ServerArgs
+from sgl_blend.engine.tp_group import TPGroup
 
 _Result = TypeVar("_Result")
 
@@ -28,9 +29,14 @@ def graphs_may_be_paused(args: ServerArgs) -> bool:
 
 
 class CudaRecorder:
-    """Captures functions as CUDA graphs; all ranks must capture the same, in the same order."""
+    """Captures functions as CUDA graphs; all ranks must capture the same, in the same order.
 
-    def __init__(self) -> None:
+    Args:
+        tp_group: Of the server. Where one rank fails, the others fail with it and do not wait.
+    """
+
+    def __init__(self, tp_group: TPGroup) -> None:
+        self._tp_group = tp_group
         self._stream: Any = None
 
     @contextmanager
@@ -59,18 +65,22 @@ class CudaRecorder:
             What runs it again on the values that the tensors have then. The results lie in the same
             memory each time.
         """
-        from sglang.srt.distributed.parallel_state import get_tp_group
+
+        def warm_up() -> None:
+            body()
+            torch.cuda.synchronize()
+
+        def capture() -> _Result:
+            with (
+                _scope("graph_pool_capture_scope"),
+                torch.cuda.graph(graph, pool=_memory_pool(), stream=self._stream),
+            ):
+                return body()
 
         for _ in range(_WARM_UPS):
-            torch.cuda.synchronize()
-            get_tp_group().barrier()
-            body()
+            self._tp_group.together(warm_up)
         graph = torch.cuda.CUDAGraph()
-        with (
-            _scope("graph_pool_capture_scope"),
-            torch.cuda.graph(graph, pool=_memory_pool(), stream=self._stream),
-        ):
-            result = body()
+        result = self._tp_group.together(capture)
 
         def replay() -> _Result:
             with _scope("graph_pool_replay_scope"):

@@ -72,12 +72,6 @@ def table_rows(batch: ForwardBatch) -> torch.Tensor:
     return batch.req_pool_indices
 
 
-def kv_lengths(batch: ForwardBatch) -> list[int]:
-    """Return per request how many positions it has."""
-    lengths: list[int] = batch.seq_lens_cpu.tolist()
-    return lengths
-
-
 def weight_addresses(runner: ModelRunner) -> list[int]:
     """Return where the weights and buffers of the model lie."""
     model: torch.nn.Module = runner.model

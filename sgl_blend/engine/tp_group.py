@@ -6,9 +6,12 @@ the rank's own heads, goes through here.
 """
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+
+_Result = TypeVar("_Result")
 
 
 class TPGroup:
@@ -38,6 +41,35 @@ class TPGroup:
         torch.distributed.broadcast(told, src=self._group.ranks[0], group=self._group.cpu_group)
         agreed: list[float] = told.tolist()
         return agreed
+
+    def any(self, found: bool) -> bool:
+        """Tell whether some rank found it so; all ranks must ask together.
+
+        Goes over the host: while graphs are captured, a sum on the device may be a stand-in.
+        """
+        if self._group is None:
+            return found
+        told = torch.tensor([int(found)])
+        torch.distributed.all_reduce(
+            told, op=torch.distributed.ReduceOp.MAX, group=self._group.cpu_group
+        )
+        return bool(told.item())
+
+    def together(self, work: Callable[[], _Result]) -> _Result:
+        """Do something on all ranks at once; if it fails on one of them, it fails on all.
+
+        Raises:
+            Exception: What the work raised.
+            RuntimeError: It failed on another rank.
+        """
+        try:
+            result = work()
+        except Exception:
+            self.any(True)
+            raise
+        if self.any(False):
+            raise RuntimeError("it failed on another rank, whose log says why")
+        return result
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """Add up what each rank found for its own heads; the very same bits on every rank.

@@ -14,9 +14,10 @@ The last layer is not in it: which rows go through all of it depends on whose lo
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ import torch
 
 from sgl_blend.engine.forward import (
     forward_with,
+    kv_lengths,
     layer_kv,
     row_positions,
     row_slots,
@@ -34,7 +36,6 @@ from sgl_blend.engine.layer_range import (
     between_layers,
     copy_of,
     finish_range,
-    kv_lengths,
     put_between_layers,
     run_range,
     slot_table,
@@ -51,7 +52,6 @@ from sgl_blend.engine.models import (
 from sgl_blend.engine.objects import AttentionBackend, AttentionLayer, ForwardBatch, Scheduler
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.engine.trial_batch import made_up_batch
-from sgl_blend.errors import UnsupportedError
 from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.kernels.ragged_attention_fixed import (
     MAX_REQUESTS,
@@ -204,26 +204,41 @@ class RowBucketGraphs:
     def capture(self) -> None:
         """Capture all graphs, the largest first: the others find room in its memory.
 
-        Every rank must take part. The server must be idle; slot 0 alone is written to.
-
-        Raises:
-            UnsupportedError: The device cannot capture them, or has no memory left for them.
+        Every rank must take part. The server must be idle; slot 0 alone is written to. If a rank
+        cannot capture them, or has no memory left for them, none has graphs, and a warning says so.
         """
         if not self.layers:
             return
         try:
-            with self._recorder.session():
-                for num_rows in reversed(self._wanted):
-                    body = self._body(num_rows)
-                    self._bodies.append(body)
-                    self._replays[num_rows] = self._recorder.record(body)
-        except RuntimeError as err:  # what CUDA's own errors are, out of memory included
-            raise UnsupportedError(
-                f"enable_blend: CUDA graphs cannot be captured: {err}; "
-                "start with --blend-cuda-graph off"
-            ) from err
+            self._tp_group.together(self._capture_all)
+        # What a foreign model or a driver raises is not known; without graphs all is served alike.
+        except Exception as err:  # noqa: BLE001 - not a wrong answer: a slower one, and a warning
+            logger.warning(
+                "sgl-blend: CUDA graphs cannot be captured and are not used: %s: %s; "
+                "--blend-cuda-graph off leaves them out",
+                type(err).__name__,
+                err,
+            )
+            self._give_up()
+            return
         self.buckets = self._wanted
         self._weights = weight_addresses(self._runner)
+
+    def _capture_all(self) -> None:
+        """Capture; whatever may fail does so on all ranks together, none waits for another."""
+        with ExitStack() as stack:
+            session = self._recorder.session()
+            self._tp_group.together(lambda: stack.enter_context(session))
+            for num_rows in reversed(self._wanted):
+                body = self._tp_group.together(functools.partial(self._body, num_rows))
+                self._bodies.append(body)
+                self._replays[num_rows] = self._recorder.record(body)
+
+    def _give_up(self) -> None:
+        self.buckets = ()
+        self._replays.clear()
+        self._bodies.clear()
+        self._inputs = None
 
     def run(self, batch: ForwardBatch, next_layer: int, *, scattered: bool) -> bool:
         """Run the layers of a graph for the rows of a batch, if there is one that fits.
@@ -261,9 +276,7 @@ class RowBucketGraphs:
         told = torch.tensor([float(moved)], device=self._inputs.positions.device)
         if self._tp_group.sum(told).item() > 0:
             logger.warning("sgl-blend: the weights lie elsewhere now, CUDA graphs are given up")
-            self.buckets = ()
-            self._replays.clear()
-            self._bodies.clear()
+            self._give_up()
 
     def _body(self, num_rows: int) -> Body:
         """Return what one graph runs; it reads the inputs and depends on nothing else."""
