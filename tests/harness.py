@@ -57,7 +57,12 @@ def engine_settings(settings: dict[str, Any]) -> dict[str, Any]:
     from sgl_blend.commands.common.cpu import CPU_SETTINGS
 
     merged = {**CPU_SETTINGS, **ENGINE_ARGS, **settings}
-    return {name: value for name, value in merged.items() if value is not None}
+    is_stock = settings.get("enable_blend", False) is None
+    return {
+        name: value
+        for name, value in merged.items()
+        if value is not None and not (is_stock and name.startswith("blend_"))
+    }
 
 
 class Engine:

@@ -13,6 +13,7 @@ from tools.gpu_run import (
     CUDA_ENGINE,
     DEADLINE_S,
     GRACE_S,
+    NO_BLEND_GRAPH,
     NO_PREFILL_GRAPH,
     Step,
     Steps,
@@ -36,7 +37,36 @@ def test_the_smoke_test_comes_first_and_the_tests_last(tmp_path: Path) -> None:
     assert [step.name for step in steps] == [
         *("smoke", "gpu-first", "kernels", "verify-bf16", "no-sync", "law-l2", "kernel-tests"),
     ]
-    assert NO_PREFILL_GRAPH in steps[0].command, "what may fail in a start is no part of it"
+    for flag in (NO_PREFILL_GRAPH, NO_BLEND_GRAPH):
+        assert flag in steps[0].command, "what may fail in a start is no part of it"
+
+
+def test_graphs_are_captured_by_one_test_alone_before_they_are_timed(tmp_path: Path) -> None:
+    engines = [step for call in (1, 2, 3) for step in Steps(tmp_path, tiny=False).of(call)]
+    with_engine = [step for step in engines if step.environment]
+
+    assert CUDA_ENGINE["blend_cuda_graph"] == "off"
+    assert [step.name for step in with_engine] == ["no-sync", "law-l2", "graphs"]
+    assert "captured_graphs" in with_engine[-1].command
+    names = [step.name for step in engines]
+    assert names.index("graphs") < names.index("ttft-paper")
+
+
+def test_graphs_and_no_graphs_are_of_the_same_kernel(tmp_path: Path) -> None:
+    timed = {step.name: step.command for step in Steps(tmp_path, tiny=False).of(2)}
+
+    for name in ("ttft-paper", "ttft-no-graphs"):
+        assert "--blend-arg=blend-attention=triton" in timed[name]
+    assert NO_BLEND_GRAPH not in timed["ttft-paper"]
+    assert NO_BLEND_GRAPH in timed["ttft-no-graphs"]
+
+
+def test_what_is_tried_again_has_no_graphs(tmp_path: Path) -> None:
+    (paper,) = [s for s in Steps(tmp_path, tiny=False).of(2) if s.name == "ttft-paper"]
+    again = paper.without_graphs()
+
+    assert again.command[-2:] == [NO_PREFILL_GRAPH, NO_BLEND_GRAPH]
+    assert again.without_graphs().command == again.command
 
 
 def test_every_policy_is_timed_with_the_same_servers(tmp_path: Path) -> None:
@@ -62,11 +92,11 @@ def python(program: str) -> list[str]:
 GRAPHS_FAIL = f"import sys; print('try'); sys.exit({NO_PREFILL_GRAPH!r} not in sys.argv)"
 
 
-def test_servers_that_fail_are_tried_once_more_without_prefill_graphs(tmp_path: Path) -> None:
+def test_servers_that_fail_are_tried_once_more_without_graphs(tmp_path: Path) -> None:
     step = Step("one", python(GRAPHS_FAIL), 60.0, starts_servers=True)
 
     assert run_or_retry(step, tmp_path, time.monotonic() + 200) == (
-        "ok without prefill graph, status 1 with"
+        "ok without graphs, status 1 with"
     )
     assert (tmp_path / "one.log").read_text() == "try\ntry\n"
 

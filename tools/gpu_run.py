@@ -8,9 +8,10 @@
 
 Each step is a command of its own with a time limit and a log. It is printed and saved when it ends, and
 what fails does not stop the others. A step that starts SGLang's servers and fails without a time-out is
-tried once more without prefill graphs, and the summary says so. The limits of a call add up to no more
-than its deadline; what no longer fits is left out and said so. Last comes a table; the exit status is 1
-if a step failed. benchmarks/gpu_todo.md says how a machine without a network gets SGLang.
+tried once more without prefill graphs and without ours, and the summary says so. The limits of a
+call add up to no more than its deadline; what no longer fits is left out and said so. Last comes a
+table; the exit status is 1 if a step failed. benchmarks/gpu_todo.md says how a machine without a
+network gets SGLang.
 """
 
 import argparse
@@ -41,6 +42,7 @@ KERNEL_TESTS = (
     "tests/test_segmented_topk.py",
     "tests/test_row_compaction.py",
     "tests/test_ragged_attention_triton.py",
+    "tests/test_ragged_attention_fixed.py",
     "tests/test_attention_choice.py",
 )
 DEADLINE_S = 540.0
@@ -68,11 +70,14 @@ CUDA_ENGINE = {
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "mem_fraction_static": 0.1,
+    "blend_cuda_graph": "off",  # a step of its own captures them
 }
 
 
 NO_PREFILL_GRAPH = "--server-arg=disable-prefill-cuda-graph"
 """Makes the capture of prefills, the likeliest thing to fail in a start, no part of it."""
+NO_BLEND_GRAPH = "--blend-arg=blend-cuda-graph=off"
+"""Likewise the capture of the layers above the check layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +85,7 @@ class Step:
     """A command, how long it may take, and what its processes find in their environment.
 
     Attributes:
-        starts_servers: Whether it can be tried again without prefill graphs.
+        starts_servers: Whether it can be tried again without graphs.
         good: Exit statuses that are no failure.
     """
 
@@ -91,9 +96,11 @@ class Step:
     starts_servers: bool = False
     good: Sequence[int] = (0,)
 
-    def without_prefill_graph(self) -> "Step":
+    def without_graphs(self) -> "Step":
         """Return the step that is tried when this one failed."""
-        return replace(self, command=[*self.command, NO_PREFILL_GRAPH], starts_servers=False)
+        more = [NO_PREFILL_GRAPH, NO_BLEND_GRAPH]
+        more = [flag for flag in more if flag not in self.command]
+        return replace(self, command=[*self.command, *more], starts_servers=False)
 
 
 class Steps:
@@ -111,6 +118,8 @@ class Steps:
         self._small = ["--chunk-tokens", "64"] if tiny else []
         self._repeats = ["--repeats", "2"]
         self._quick = [*self._repeats, "--batches", "1"] if tiny else ["--repeats", "5"]
+        # Graphs are of this kernel alone; a CPU has it not.
+        self._triton = [] if tiny else ["--blend-arg=blend-attention=triton"]
         self._paper, self._long = ("300", "400") if tiny else ("paper", "16k")
         self._engine = () if tiny else (("SGL_BLEND_TEST_ENGINE", json.dumps(CUDA_ENGINE)),)
 
@@ -130,7 +139,7 @@ class Steps:
 
     def _first(self) -> list[Step]:
         """What everything else needs first, then what decides most, tests last."""
-        tiny, plain = self._tiny, [] if self._tiny else [NO_PREFILL_GRAPH]
+        tiny, plain = self._tiny, [] if self._tiny else [NO_PREFILL_GRAPH, NO_BLEND_GRAPH]
         first = [sys.executable, "-m", "tools.gpu_first", "--json", str(self._out / "first.json")]
         tests = KERNEL_TESTS[2:4] if tiny else KERNEL_TESTS
         chosen = [] if tiny else FEW_TESTS
@@ -173,26 +182,24 @@ class Steps:
         ]
 
     def _ttft(self) -> list[Step]:
-        """The paper's setting, every way to leave rows out; then where the time goes."""
+        """Graphs; the paper's setting, every way to leave rows out; then where the time goes."""
         ways = ["--policies", "hkvd,funnel,remembered", "--ratios", "0,0.15"]
         one = ["--length", self._paper, *self._small, *self._repeats]
-        paper = ["--lengths", self._paper, *self._small, *ways, *self._quick]
+        paper = ["--lengths", self._paper, *self._small, *ways, *self._triton, *self._quick]
         return [
-            self._bench("ttft", "ttft-paper", *paper, limit_s=260),
-            self._bench("profile", "profile", *one, limit_s=120),
-            self._bench(
-                "profile", "profile-remembered", *one, "--policy", "remembered", limit_s=120
+            self._engine_test(
+                "graphs", "tests/test_graphs.py", "-k", "captured_graphs", limit_s=45
             ),
+            self._bench("ttft", "ttft-paper", *paper, limit_s=245),
+            self._bench("profile", "profile", *one, limit_s=105),
             *self._graphs(),
         ]
 
     def _graphs(self) -> list[Step]:
-        """The place of steps that compare the layers above the check layer with and without graphs.
-
-        There are none yet. A step here takes its time from the others of the second call:
-        tests/test_gpu_run.py holds that they fit the deadline.
-        """
-        return []
+        """The paper's setting once more, with the layers above the check layer launched one by one."""
+        flags = ["--policies", "funnel", "--ratios", "0.15", NO_BLEND_GRAPH, *self._triton]
+        eager = ["--lengths", self._paper, *self._small, *flags, *self._quick]
+        return [self._bench("ttft", "ttft-no-graphs", *eager, limit_s=105)]
 
     def _load(self) -> list[Step]:
         """Long prompts, and requests at random times."""
@@ -244,7 +251,7 @@ def run(step: Step, out: Path, limit_s: float) -> str:
 
 
 def run_or_retry(step: Step, out: Path, until: float) -> str:
-    """Run a step, and once more without prefill graphs if its servers fail; say how it ended.
+    """Run a step, and once more without graphs if its servers fail; say how it ended.
 
     Args:
         step: What to run.
@@ -259,8 +266,8 @@ def run_or_retry(step: Step, out: Path, until: float) -> str:
     left = end - time.monotonic()
     if not step.starts_servers or not ended.startswith("status") or left < LEAST_S:
         return ended
-    again = run(step.without_prefill_graph(), out, left)
-    return f"{again} without prefill graph, {ended} with"
+    again = run(step.without_graphs(), out, left)
+    return f"{again} without graphs, {ended} with"
 
 
 def main() -> int:
