@@ -15,6 +15,7 @@ def test_every_kernel_is_timed_against_the_roof_of_its_device() -> None:
         "copy_rotated_layers",
         "kv_deviation_at",
         "segmented_topk",
+        "select_rows",
         "compact_rows",
         "ragged_attention",
     ]
@@ -32,7 +33,7 @@ def test_a_kernel_that_fails_costs_its_own_row_only(monkeypatch: pytest.MonkeyPa
     found = measure("cpu", ["tiny"])
 
     assert found.errors == ["compact_rows, tiny: out of resource"]
-    assert len(found.rows) == 4
+    assert len(found.rows) == 5
 
 
 def test_an_unknown_shape_is_refused() -> None:

@@ -24,7 +24,9 @@ from sgl_blend.fusion.rotation import Rotation
 from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
-from sgl_blend.kernels.segmented_topk import segmented_topk
+from sgl_blend.kernels.row_compaction import compact_rows
+from sgl_blend.kernels.segmented_topk import Segments, select_rows
+from sgl_blend.kernels.upload import to_device
 from sgl_blend.tuning.timing import median_seconds
 
 ROWS = (1, 32, 128, 512, 2048)
@@ -156,19 +158,24 @@ def measure(
         where, numbers = slots(rows), torch.arange(rows, device=device)
         hidden = torch.zeros(rows, hidden_size(runner), device=device, dtype=dtype)
         fresh = torch.zeros(rows, *v_pool.shape[1:], device=device, dtype=dtype)
+        segments = Segments((rows,), (rows,), (max(1, rows // 8),))
+        bounds = to_device(torch.from_numpy(segments.bounds()), device)  # with others, in a forward
 
         def run() -> object:
             scores = kv_deviation_at(fresh, numbers, v_pool, where)
-            kept, _ = segmented_topk(scores, [rows], [max(1, rows // 8)])
-            return hidden.index_select(0, kept)
+            kept = select_rows(scores, numbers, segments, bounds).kept
+            return compact_rows(kept, [hidden])
 
         return run
 
     positions = torch.arange(8, device=device)
     query = torch.zeros(8, heads, pools.k[0].shape[-1], device=device, dtype=dtype)
 
+    host_counts = kernel.host_counts([8], [8])
+    counts = None if host_counts is None else to_device(torch.from_numpy(host_counts), device)
+
     def plan() -> Any:
-        return kernel.plan(positions, [8], [slots(8)], dtype)
+        return kernel.plan(positions, [8], [slots(8)], dtype, counts=counts)
 
     ready = plan()
     found = [

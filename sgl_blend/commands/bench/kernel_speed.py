@@ -23,7 +23,8 @@ from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel, ragged_kernel
 from sgl_blend.kernels.row_compaction import compact_rows
-from sgl_blend.kernels.segmented_topk import segmented_topk
+from sgl_blend.kernels.segmented_topk import Segments, segmented_topk, select_rows
+from sgl_blend.kernels.upload import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +232,7 @@ def works(shape: Shape, device: torch.device, *, compile_flashinfer: bool) -> It
     yield _copy_work(shape, LayerPools(k, v), stored, own)
     yield _deviation_work(shape, v[0], stored)
     yield _topk_work(shape, device)
+    yield _selection_work(shape, device)
     yield _compaction_work(shape, device)
     for label, kernel in attention_kernels(shape, device, compile_missing=compile_flashinfer):
         yield _attention_work(shape, label, kernel, k[0], v[0], own)
@@ -274,6 +276,17 @@ def _topk_work(shape: Shape, device: torch.device) -> Work:
         (4 + 8) * count,
         0,
     )
+
+
+def _selection_work(shape: Shape, device: torch.device) -> Work:
+    count, num_taken = shape.num_reused, shape.num_taken
+    scores = torch.rand(count, device=device)
+    rows = torch.arange(count, device=device)
+    segments = Segments((shape.num_tokens,), (count,), (num_taken,))
+    bounds = to_device(torch.from_numpy(segments.bounds()), device)
+    # Scores and row numbers, the rows that are kept, and two numbers for each candidate that is taken.
+    num_bytes = (4 + 8) * count + 8 * (num_taken + shape.num_question) + 16 * num_taken
+    return Work("select_rows", lambda: select_rows(scores, rows, segments, bounds), num_bytes, 0)
 
 
 def _compaction_work(shape: Shape, device: torch.device) -> Work:
