@@ -125,12 +125,11 @@ def prepare_launch(
     is_paged: bool,
     tile: TileShape | None,
     num_splits: int | None,
-    num_tiles: int | None,
 ) -> Launch:
     """Check what a layer brings, and decide how it is cut.
 
     Args:
-        q: As in ragged_attention_triton, like k, v, tile, num_splits and num_tiles.
+        q: As in ragged_attention_triton, like k, v, tile and num_splits.
         k: See q.
         v: See q.
         num_rows: Rows of each request.
@@ -138,7 +137,6 @@ def prepare_launch(
         is_paged: Whether K and V are pools.
         tile: See q.
         num_splits: See q.
-        num_tiles: See q.
 
     Raises:
         ValueError: Shapes do not fit.
@@ -154,10 +152,7 @@ def prepare_launch(
     if group * num_kv_heads != num_heads or group > tile.block_m:
         raise ValueError(f"q: {num_heads} heads do not pack over {num_kv_heads} KV heads")
     tile_rows = tile.block_m // group
-    needed = sum(-(-rows // tile_rows) for rows in num_rows)
-    num_tiles = needed if num_tiles is None else num_tiles
-    if num_tiles < needed:
-        raise ValueError(f"num_tiles: expected at least {needed}, got {num_tiles}")
+    num_tiles = sum(-(-rows // tile_rows) for rows in num_rows)
     programs = max(1, num_tiles * num_kv_heads)
     splits = num_splits or choose_splits(q.device, programs, max_length)
     partial, log_sum = None, None

@@ -146,7 +146,6 @@ def ragged_attention_triton(
     v_scale: float = 1.0,
     tile: TileShape | None = None,
     num_splits: int | None = None,
-    num_tiles: int | None = None,
 ) -> torch.Tensor:
     """Attend each query to the KV at or before its position.
 
@@ -160,8 +159,6 @@ def ragged_attention_triton(
         v_scale: Factor on the values.
         tile: Other than choose_tile's.
         num_splits: Shares of the KV; None decides by how many programs fill the device.
-        num_tiles: Programs per KV head and share, for a grid that was fixed before; those beyond
-            the tiles that there are return at once. None for as many as there are.
 
     Returns:
         [T, num_heads, v_head_dim], q's dtype.
@@ -171,13 +168,11 @@ def ragged_attention_triton(
     """
     if scale <= 0:
         raise ValueError(f"scale: expected a positive number, got {scale}")
-    key = q.shape, q.dtype, k.shape, v.shape, tile, num_splits, num_tiles
+    key = q.shape, q.dtype, k.shape, v.shape, tile, num_splits
     launch = plan.launches.get(key)
     if launch is None:
         is_paged = plan.slots is not None
-        launch = prepare_launch(
-            q, k, v, plan.num_rows, plan.max_length, is_paged, tile, num_splits, num_tiles
-        )
+        launch = prepare_launch(q, k, v, plan.num_rows, plan.max_length, is_paged, tile, num_splits)
         plan.launches[key] = launch
     num_rows, num_heads, _ = q.shape
     v_head_dim = v.shape[2]

@@ -21,7 +21,7 @@ from sgl_blend.kernels.ragged_attention_fixed_triton import (
 from sgl_blend.kernels.ragged_attention_tiles import TileShape
 from sgl_blend.kernels.ragged_attention_triton import TritonRagged, ragged_attention_triton
 from sgl_blend.tuning.kernel_choice import fixed_kernel
-from support import DEVICE, assert_as_good_as
+from support import DEVICE, KERNEL_DTYPES, assert_as_good_as
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -55,6 +55,7 @@ def padded(q: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat([q, q.new_full((num_rows - len(q), *q.shape[1:]), torch.nan)])
 
 
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(
     ("counts", "num_rows"),
@@ -62,9 +63,9 @@ def padded(q: torch.Tensor, num_rows: int) -> torch.Tensor:
     ids=str,
 )
 def test_rows_of_a_fixed_grid_are_those_of_a_grid_of_their_own(
-    counts: list[int], num_rows: int, num_splits: int
+    counts: list[int], num_rows: int, num_splits: int, dtype: torch.dtype
 ) -> None:
-    case = make_case(counts).on(DEVICE)
+    case = make_case(counts).to(dtype).on(DEVICE)
     batch = case.batch
     alone = TritonRagged().plan(batch.positions, counts, batch.kv_slots, case.q.dtype)
     pools = case.k_pool, case.v_pool

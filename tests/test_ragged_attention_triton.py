@@ -233,24 +233,6 @@ def test_many_requests_find_their_tiles(num_requests: int) -> None:
     assert_right(case, run(case))
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-def test_programs_beyond_the_tiles_do_nothing(num_splits: int) -> None:
-    case = make_case([40, 1, 31]).on(DEVICE)
-    exact = run(case, num_splits=num_splits)
-
-    roomy = ragged_attention_triton(
-        case.q, case.k_pool, case.v_pool, plan(case), scale=case.scale, tile=SMALL_TILE,
-        num_splits=num_splits, num_tiles=9,
-    )  # fmt: skip
-
-    assert torch.equal(roomy, exact)
-    with pytest.raises(ValueError, match="num_tiles: expected at least"):
-        ragged_attention_triton(
-            case.q, case.k_pool, case.v_pool, plan(case), scale=case.scale, tile=SMALL_TILE,
-            num_tiles=3,
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize("kernel", [TorchRagged(), TRITON], ids=lambda kernel: str(kernel.name))
 def test_kernels_answer_alike_behind_one_protocol(kernel: RaggedKernel) -> None:
     case = make_case([40, 9]).on(DEVICE)
