@@ -196,6 +196,32 @@ def compactions() -> Iterator[Build]:
             least_mean_access=8,
             quick=dtype == torch.bfloat16,
         )  # fmt: skip
+    yield from _number_compactions()
+
+
+def _number_compactions() -> Iterator[Build]:
+    """Numbers by row, and those that candidates carry: positions, slots, cos and sin."""
+    i64, fp32 = "*i64", "*fp32"
+    for kernel, label, kinds, half in (
+        (row_compaction_triton._compact_numbers, "3 x 1", [i64, i64, i64], 1),
+        (row_compaction_triton._compact_numbers, "2 priorities", [fp32, fp32], 1),
+        (row_compaction_triton._compact_rows, "candidates", [i64, i64, fp32, fp32], 64),
+    ):
+        unused = 4 - len(kinds)
+        widths = [1, 1, half, half][: len(kinds)] + [0] * unused
+        pointers = kinds + [i64] * unused
+        types = {
+            f"{end}{n}": kind for end in ("source", "target") for n, kind in enumerate(pointers)
+        }
+        strides = {f"stride{n}": 1 for n, width in enumerate(widths) if width <= 1}
+        yield Build(
+            f"compact_rows {label}",
+            kernel,
+            {"row_ptr": i64, **types},
+            {**{f"WIDTH{n}": width for n, width in enumerate(widths)}, "BLOCK": 2048, **strides},
+            aligned=tuple(f"stride{n}" for n, width in enumerate(widths) if width > 1),
+            quick=True,
+        )  # fmt: skip
 
 
 def attentions() -> Iterator[Build]:
