@@ -265,89 +265,6 @@ def _with_interval(ratio: dict[str, float]) -> str:
     return f"{ratio['value']:.2f} {interval(ratio['low'], ratio['high'], 2)}"
 
 
-def _answers(name: str) -> str:
-    found = load(name)
-    rows = [
-        (
-            row["policy"],
-            f"{row['ratio']:g}",
-            row["check_layer"] or "",
-            f"{row['accuracy']:.3f} {interval(*row['ci95'])}",
-            f"{row['kl']:.2g}",
-            percent(row["recomputed_share"], 0),
-            percent(row["layer_rows_share"], 0),
-        )
-        for row in found["rows"]
-    ]
-    header = ("policy", "ratio", "check layer", "accuracy, 95 %", "KL, nats", "recomputed", "cost")
-    told = f"Model `{found['model']}`, {found['rows'][0]['n']} prompts.\n\n"
-    return circumstances(found, "make eval") + told + table(header, rows)
-
-
-def _qualities(name: str) -> str:
-    found = load(name)
-    titles = {
-        "check1": "check layer 1",
-        "check2": "check layer 2",
-        "check3": "check layer 3",
-        "prefixes": "build prefixes",
-        "gaps": "the latest of two statements",
-    }
-    chosen = {
-        part: [row["accuracy"] for row in run["rows"] if row["policy"] not in ("full", "oracle")]
-        for part, run in found.items()
-    }
-    rows = [
-        (
-            titles[part],
-            run["rows"][0]["n"],
-            len(run["rows"]),
-            f"{run['rows'][0]['accuracy']:.3f}",
-            f"{max(chosen[part]):.3f}",
-            f"{min(chosen[part]):.3f}",
-        )
-        for part, run in found.items()
-    ]
-    header = (
-        "run",
-        "prompts",
-        "settings",
-        "accuracy, full prefill",
-        "best blended",
-        "worst blended",
-    )
-    first = found["check1"]
-    told = (
-        f"Model `{first['model']}`. The command is that of the first run. Best and worst are over all "
-        "settings but those of the oracle.\n\n"
-    )
-    return circumstances(first, "make quality") + told + table(header, rows)
-
-
-def probes() -> str:
-    found = load("probes.json")
-    kinds = {
-        "words": "random tokens",
-        "model": "written by the model",
-        "chunks": "chunks of other prompts",
-    }
-    shares = [name for name in found["rows"][0] if name.startswith("covered_")]
-    rows = [
-        (
-            kinds[row["text"]],
-            row["tokens"],
-            row["probes"],
-            row["joined"] if row["probes"] > 1 else "",
-            *(f"{row[share]:.3f}" for share in shares),
-        )
-        for row in found["rows"]
-    ]
-    tops = [f"top {percent(float(share.removeprefix('covered_')), 0)}" for share in shares]
-    header = ("text before the chunk", "tokens", "probes", "joined by", *tops)
-    told = circumstances(found, "benchmarks/probes.py") + f"{found['prompts']} prompts.\n\n"
-    return told + table(header, rows)
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cold": cold,
@@ -356,12 +273,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "match": match,
     "closed-loop": closed_loop,
     "soak": soak,
-    "probes": probes,
     "novel": novel,
     "profile-demo-cpu": profile,
-    "eval-seed1": lambda: _answers("eval-seed1.json"),
-    "eval-seed2": lambda: _answers("eval-seed2.json"),
-    "quality-seed1": lambda: _qualities("quality-seed1.json"),
-    "quality-seed2": lambda: _qualities("quality-seed2.json"),
 }
 """By the name of the file, without its ending."""

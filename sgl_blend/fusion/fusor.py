@@ -63,7 +63,7 @@ from sgl_blend.policies.spec import LayerView, Sees
 
 
 class Fusor:
-    """Runs blended forwards on one model runner; holds nothing between two of them.
+    """Runs blended forwards on one model runner; holds nothing between two of them but the graphs.
 
     Attributes:
         layers: The model's layers and which of them selects.
@@ -152,7 +152,7 @@ class Fusor:
         runner, check = self._runner, self.layers.check
         prepare(runner, forward_batch)
         batch = copy_batch(forward_batch)
-        last = self._planner(batch).plan_prefill(batch_device(batch))
+        last = self._planner(batch).plan_probe(batch_device(batch))
         backend = self._backend(batch, None)
         with forward_with(backend, batch):
             run_layers(runner, batch, check)

@@ -84,14 +84,15 @@ class Planner:
             decided=decided,
             early=early,
             late=late,
-            last=self._last(left) if early is not None or late else None,
+            last=self._last(left, self._batch.wanted) if early is not None or late else None,
         )
         self._staging.send(device)
         return plan
 
-    def plan_prefill(self, device: torch.device) -> LastRows:
-        """Return the last rows of a batch that reuses nothing, sent to the device."""
-        last = self._last(self._batch.lengths)
+    def plan_probe(self, device: torch.device) -> LastRows:
+        """Return the last row of each request of a batch whose logits nobody wants, sent to the device."""
+        lengths = self._batch.lengths
+        last = self._last(lengths, [1] * len(lengths))
         self._staging.send(device)
         return last
 
@@ -186,8 +187,8 @@ class Planner:
             is_last=is_last,
         )
 
-    def _last(self, rows: list[int]) -> LastRows:
-        wanted = [min(n, some) for n, some in zip(rows, self._batch.wanted, strict=True)]
+    def _last(self, rows: list[int], wanted: list[int]) -> LastRows:
+        wanted = [min(n, some) for n, some in zip(rows, wanted, strict=True)]
         stops = itertools.accumulate(rows)
         firsts = [stop - n for stop, n in zip(stops, wanted, strict=True)]
         return LastRows(self._stage(_ranges(firsts, wanted)), self._counts(wanted))
