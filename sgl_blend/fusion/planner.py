@@ -90,7 +90,7 @@ class Planner:
         return plan
 
     def plan_probe(self, device: torch.device) -> LastRows:
-        """Return the last row of each request of a batch whose logits nobody wants, sent to the device."""
+        """Return the last row of each request, sent to the device; nobody wants logits."""
         lengths = self._batch.lengths
         last = self._last(lengths, [1] * len(lengths))
         self._staging.send(device)
