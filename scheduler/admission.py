@@ -68,7 +68,7 @@ class Admission:
         self._builder = builder
         self._prober = prober
         self._memories = memories
-        self._foreground = ForegroundBuilds(builder, prober, memories)
+        self._foreground = ForegroundBuilds(store, builder, prober, memories)
         self._cost_model = cost_model
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
@@ -85,14 +85,23 @@ class Admission:
             return waiting_verdict(state)  # and it is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
+        holds_memory = self._memories.holds
         if self._build_first and (missing := self._foreground.missing(state, lookup)):
-            verdict = self._foreground.build(attempt, missing)
+            verdict = self._foreground.build(attempt, missing, lookup)
             if verdict is not None:
                 return verdict
             # A plan of what happens to be stored would make the answer depend on the cache.
-            reason = FallbackReason.BUILD_NOT_ADMITTED
-            return _add_plain(attempt, reason, lookup)
-        plan = _make_plan(req, state, lookup, self._memories.holds, self._sizes)
+            if lookup.missing:
+                return _add_plain(attempt, FallbackReason.BUILD_NOT_ADMITTED, lookup)
+            holds_memory = _holds_none  # the pool has no room for probes beside the chunks
+        return self._add_looked_up(attempt, lookup, holds_memory)
+
+    def _add_looked_up(
+        self, attempt: AdmissionAttempt, lookup: Lookup, holds_memory: Callable[[ChunkHit], bool]
+    ) -> Verdict:
+        req, state = attempt.req, attempt.state
+        reason: FallbackReason | None = None
+        plan = _make_plan(req, state, lookup, holds_memory, self._sizes)
         if plan is None or not plan.spans:
             reason = _why_nothing_is_reused(req, state, lookup)
         elif not self._is_worth_it(attempt, plan):
@@ -237,6 +246,10 @@ def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
     if is_beam(req):
         return FallbackReason.BEAM_SEARCH
     return None
+
+
+def _holds_none(hit: ChunkHit) -> bool:
+    return False
 
 
 def _make_plan(

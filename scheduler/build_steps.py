@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sgl_blend.engine.tree import TreeLock
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 
 
@@ -34,26 +35,30 @@ class StepPlanner:
     """
 
     def __init__(self, store: ChunkStore, step_tokens: int) -> None:
-        self._store = store
+        self.store = store
         self.step_tokens = step_tokens
 
     def next_step(self, key: ChunkKey) -> BuildStep | None:
         """Return the next step: first of the build prefix, then of the chunk; None if all is stored."""
         path = key.path
-        stored = self._store.stored_tokens(path, salt=key.salt, extra_key=key.extra_key)
-        begin = self._store.whole_pages(key.prefix_length)
+        stored = self.store.stored_tokens(path, salt=key.salt, extra_key=key.extra_key)
+        begin = self.store.whole_pages(key.prefix_length)
         if stored < begin:
             key, begin, end = key.prefix_only, 0, key.prefix_length
-        elif stored < self._store.whole_pages(len(path)):
+        elif stored < self.store.whole_pages(len(path)):
             end = len(path)
         else:
             return None
         done = begin + (stored - begin) // self.step_tokens * self.step_tokens
         return BuildStep(key, done, min(done + self.step_tokens, end))
 
+    def hold(self, key: ChunkKey) -> TreeLock | None:
+        """Keep in place what a step of key reads beside its own path; None if that is nothing."""
+        return None
+
     def whole_pages(self, num_tokens: int) -> int:
         """Return how many of so many tokens the tree can hold."""
-        return self._store.whole_pages(num_tokens)
+        return self.store.whole_pages(num_tokens)
 
     def count(self, key: ChunkKey) -> int:
         """Return how many steps a chunk and its build prefix take if nothing is stored."""

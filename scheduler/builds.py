@@ -48,7 +48,7 @@ from sgl_blend.engine.rounds import (
     uncut_length,
 )
 from sgl_blend.engine.tp_group import TPGroup
-from sgl_blend.engine.tree import TOKEN_BYTES
+from sgl_blend.engine.tree import TOKEN_BYTES, TreeLock
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.build_budget import BuildBudget
 from sgl_blend.scheduler.build_queue import BuildQueue
@@ -129,6 +129,7 @@ class ChunkBuilder:
         self._budget = BuildBudget()
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}
+        self._held: dict[str, TreeLock] = {}
         self._launched_s: float | None = None
         self._offer: _Offer | None = None
         self.rid_prefix = secret_rid_prefix(kind, tp_group)
@@ -318,8 +319,13 @@ class ChunkBuilder:
         """
         step = _step_of(build)
         verdict = stop_verdict()
+        held = self._steps.hold(step.key)  # before SGLang counts what it may evict
         if may_hold_builds(adder) and self._begin_at_cut(build, step) and fits_whole(build, adder):
             verdict = add(build)
+        if held is not None and was_admitted(build, adder):
+            self._held[rid_of(build)] = held
+        elif held is not None:
+            self._store.unlock(held)
         offer = self._offer if self._offer is not None and self._offer.build is build else None
         if was_admitted(build, adder):
             self.num_steps += 1
@@ -363,6 +369,8 @@ class ChunkBuilder:
             if not ended and (holds_kv(build) or is_queued(self._scheduler, build)):
                 continue
             del self._in_flight[key]
+            if (held := self._held.pop(rid_of(build), None)) is not None:
+                self._store.unlock(held)
             if self._launched_s is not None and now_s is not None:
                 self._budget.learn(now_s - self._launched_s)
             self._launched_s = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from sgl_blend.engine.admission import continue_verdict, is_alone, stop_verdict
 from sgl_blend.engine.objects import PrefillAdder, Verdict
 from sgl_blend.policies import POLICIES
-from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.lookup import Lookup
@@ -19,12 +19,16 @@ class ForegroundBuilds:
     """Builds what a request lacks before it is admitted; owned by the scheduler thread.
 
     Args:
+        store: Where chunks are found.
         builder: Builds chunks.
         prober: Runs their probes.
         memories: Which of them have run.
     """
 
-    def __init__(self, builder: ChunkBuilder, prober: ChunkBuilder, memories: Memories) -> None:
+    def __init__(
+        self, store: ChunkStore, builder: ChunkBuilder, prober: ChunkBuilder, memories: Memories
+    ) -> None:
+        self._store = store
         self._builder = builder
         self._prober = prober
         self._memories = memories
@@ -46,8 +50,15 @@ class ForegroundBuilds:
         """Tell whether something is being built that a request was found to lack."""
         return any(self._builder_of(key).is_in_flight(key) for key in state.waits_for)
 
-    def build(self, attempt: AdmissionAttempt, missing: Sequence[ChunkKey]) -> Verdict | None:
-        """Build what a request lacks.
+    def build(
+        self, attempt: AdmissionAttempt, missing: Sequence[ChunkKey], lookup: Lookup
+    ) -> Verdict | None:
+        """Build what a request lacks, without pushing out what is there for it already.
+
+        Args:
+            attempt: Admission of the request.
+            missing: What it lacks.
+            lookup: What is stored for it.
 
         Returns:
             SGLang's verdict while the request waits for it, None if it cannot be built.
@@ -68,7 +79,11 @@ class ForegroundBuilds:
         if not may_hold_builds(adder):
             return stop_verdict()
         builder = self._builder_of(missing[0])
-        if builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add) > 0:
+        held = [self._store.lock(hit.match) for hit in lookup.hits]
+        num_admitted = builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add)
+        for lock in held:
+            self._store.unlock(lock)
+        if num_admitted > 0:
             state.build_rounds += 1
             return waiting_verdict(state)
         return None if self.is_alone(adder) else stop_verdict()

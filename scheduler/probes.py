@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput
-from sgl_blend.engine.tree import node_number
+from sgl_blend.engine.tree import TreeLock, node_number
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.memory import Probed
 from sgl_blend.protocol.request import Span
@@ -134,6 +134,11 @@ class ProbeSteps(StepPlanner):
     def __init__(self, store: ChunkStore, step_tokens: int, memories: Memories) -> None:
         super().__init__(store, step_tokens)
         self._memories = memories
+
+    def hold(self, key: ChunkKey) -> TreeLock | None:
+        """Keep the chunk of a probe in place: its memory belongs to the slots that it has now."""
+        hit = self._memories.wants(key) if isinstance(key, ProbeKey) else None
+        return None if hit is None else self.store.lock(hit.match)
 
     def next_step(self, key: ChunkKey) -> BuildStep | None:
         """Return the next step of a probe, None if it has run or its chunk is not stored."""

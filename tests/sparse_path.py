@@ -134,11 +134,13 @@ def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
 def _build(driver: Driver, prompt: Prompt) -> Any:
     """Let a request's chunks be built and return its state; None for a request without chunks.
 
-    It is asked at ratio 1, which stores no KV that another ratio could find.
+    It is asked at ratio 1, which stores no KV that another ratio could find, and with a policy that
+    leaves no memory: what is remembered is measured later, against the KV that is stored then.
     """
     if not prompt.chunk_at:
         return None
-    req = driver.submit(replace(prompt, params={"sgl_blend_ratio": 1.0}, max_new_tokens=1))
+    params = {"sgl_blend_ratio": 1.0, "sgl_blend_policy": "hkvd"}
+    req = driver.submit(replace(prompt, params=params, max_new_tokens=1))
     state = req.sgl_blend
     driver.run_until(req.finished)
     driver.settle()

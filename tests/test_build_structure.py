@@ -16,6 +16,9 @@ from unittest.mock import patch
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Engine, Prompt, rag_prompt, random_tokens
+from tiny_models import VOCAB_SIZE
+
+from sgl_blend.scheduler.probes import PROBE_TOKENS, made_up_texts
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -194,7 +197,9 @@ def assert_builds_are(
 def test_each_build_is_a_forward_of_its_own_after_its_prefix(
     start_engine: StartEngine, on_miss: str, page_size: int
 ) -> None:
-    engine = start_engine(blend_on_miss=on_miss, page_size=page_size, chunked_prefill_size=-1)
+    engine = start_engine(
+        blend_policy="hkvd", blend_on_miss=on_miss, page_size=page_size, chunked_prefill_size=-1
+    )
     other = random_tokens(8, 25)
     together = [
         rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 0, 4)], QUESTION),
@@ -214,12 +219,40 @@ def test_each_build_is_a_forward_of_its_own_after_its_prefix(
         assert any(forward.batch_builds > 1 for forward in building), "no builds shared a batch"
 
 
+@pytest.mark.parametrize("on_miss", ["compute", "build"])
+def test_probes_are_forwards_of_their_own_and_change_no_build(
+    start_engine: StartEngine, on_miss: str
+) -> None:
+    engine = start_engine(blend_on_miss=on_miss, chunked_prefill_size=-1)
+    prompts = [rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION) for order in ((2, 0), (4,))]
+
+    forwards, step_tokens = engine.call(_serve, prompts)
+
+    texts = [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
+    building, probing = [], []
+    for forward in filter(lambda forward: forward.builds, forwards):
+        then = forward.builds[0][len(SYSTEM) :][:PROBE_TOKENS]
+        is_probe = bool(then) and any(text[: len(then)] == then for text in texts)
+        (probing if is_probe else building).append(forward)
+    assert_builds_are((building, step_tokens), [(SYSTEM, CHUNKS[i]) for i in (0, 2, 4)])
+    # A probe passes the layers below the check layer in one call, and the check layer in another.
+    assert [forward.step for forward in probing[::2]] == [forward.step for forward in probing[1::2]]
+    # A request that waits needs the memory of what it moves; others may move the rest.
+    probed = [0] if on_miss == "build" else [0, 2, 4]
+    assert_builds_are(
+        (probing[::2], step_tokens),
+        [([*SYSTEM, *text], CHUNKS[i]) for text in texts for i in probed],
+    )
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("on_miss", ["compute", "build"])
 def test_a_chunk_that_begins_like_another_is_computed_whole(
     start_engine: StartEngine, on_miss: str, page_size: int
 ) -> None:
-    engine = start_engine(blend_on_miss=on_miss, page_size=page_size, chunked_prefill_size=-1)
+    engine = start_engine(
+        blend_policy="hkvd", blend_on_miss=on_miss, page_size=page_size, chunked_prefill_size=-1
+    )
     longer = [*CHUNKS[5], *random_tokens(60, 50)]
     fork = [*CHUNKS[5][:70], *random_tokens(61, 40)]
 
@@ -231,7 +264,7 @@ def test_a_chunk_that_begins_like_another_is_computed_whole(
 
 
 def test_missing_chunks_that_begin_alike_are_built_in_one_batch(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="build", chunked_prefill_size=-1)
+    engine = start_engine(blend_policy="hkvd", blend_on_miss="build", chunked_prefill_size=-1)
     forks = [[*CHUNKS[5][:70], *random_tokens(60 + i, 40)] for i in range(3)]
 
     served = engine.call(_serve, [rag_prompt(SYSTEM, forks, QUESTION)])
@@ -244,7 +277,7 @@ def test_a_chunk_begins_where_its_own_prefix_ends_though_another_is_stored(
     start_engine: StartEngine,
 ) -> None:
     # The second request's system prompt is the first's and the beginning of its chunk.
-    engine = start_engine(blend_on_miss="compute", chunked_prefill_size=-1)
+    engine = start_engine(blend_policy="hkvd", blend_on_miss="compute", chunked_prefill_size=-1)
     prefix = [*SYSTEM, *CHUNKS[5][:10]]
     chunk = [*CHUNKS[5][10:], *random_tokens(60, 30)]
 
@@ -261,7 +294,12 @@ def test_a_chunk_begins_where_its_own_prefix_ends_though_another_is_stored(
 def test_builds_stay_alone_in_batches_that_mix_prefill_and_decode(
     start_engine: StartEngine,
 ) -> None:
-    engine = start_engine(blend_on_miss="build", chunked_prefill_size=2048, enable_mixed_chunk=True)
+    engine = start_engine(
+        blend_policy="hkvd",
+        blend_on_miss="build",
+        chunked_prefill_size=2048,
+        enable_mixed_chunk=True,
+    )
     decoding = Prompt([random_tokens(3, 30)], max_new_tokens=40, logprobs=False)
     prompts = [
         rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION, logprobs=False)
@@ -277,7 +315,7 @@ def test_builds_stay_alone_in_batches_that_mix_prefill_and_decode(
 def test_a_build_that_sglang_sorts_after_clients_does_not_join_them(
     start_engine: StartEngine,
 ) -> None:
-    engine = start_engine(enable_priority_scheduling=True)
+    engine = start_engine(blend_policy="hkvd", enable_priority_scheduling=True)
     others = [Prompt([random_tokens(50 + i, 70)], priority=1) for i in range(3)]
     served = engine.call(_serve_while_builds_wait, rag_prompt(SYSTEM, CHUNKS[:2], QUESTION), others)
 
@@ -286,7 +324,7 @@ def test_a_build_that_sglang_sorts_after_clients_does_not_join_them(
 
 
 def test_builds_are_cut_where_their_own_lengths_say(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="build", chunked_prefill_size=48)
+    engine = start_engine(blend_policy="hkvd", blend_on_miss="build", chunked_prefill_size=48)
     served = engine.call(
         _serve,
         [rag_prompt(SYSTEM, CHUNKS[:2], QUESTION), Prompt([random_tokens(3, 130)])],
@@ -323,6 +361,6 @@ def _expected_of_traffic(engine: Engine, seed: int) -> None:
 
 @pytest.mark.parametrize("on_miss", ["compute", "build"])
 def test_builds_of_random_traffic_run_as_if_alone(start_engine: StartEngine, on_miss: str) -> None:
-    engine = start_engine(blend_on_miss=on_miss, chunked_prefill_size=-1)
+    engine = start_engine(blend_policy="hkvd", blend_on_miss=on_miss, chunked_prefill_size=-1)
     for seed in range(3):
         _expected_of_traffic(engine, seed)

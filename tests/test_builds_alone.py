@@ -2,7 +2,7 @@
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, rag_prompt, random_tokens
+from harness import Driver, Prompt, rag_prompt, random_tokens
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -29,3 +29,20 @@ def test_chunks_that_push_each_other_out_are_built_one_request_at_a_time(
 ) -> None:
     engine = start_engine(blend_on_miss="build", max_total_tokens=1_000, blend_min_chunk_tokens=32)
     assert engine.call(_reasons, clients) == [None] * clients
+
+
+def _layer_rows(driver: Driver, policy: str) -> tuple[str | None, int]:
+    """Return the reason against blending, and layer rows, if one chunk stays and one moves."""
+    segments = [SYSTEM, random_tokens(979, 33), random_tokens(980, 120), QUESTION]
+    prompt = Prompt(segments, [1, 2], params={"sgl_blend_policy": policy}, logprobs=False)
+    report = driver.ask(prompt)[0].report
+    driver.settle()
+    assert report["reused_tokens"] > 0
+    return report["fallback"], report["layer_rows"]
+
+
+def test_a_pool_without_room_for_probes_is_one_without_memory(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", max_total_tokens=500, blend_min_chunk_tokens=32)
+    without = engine.call(_layer_rows, "hkvd")
+    assert without[0] is None
+    assert engine.call(_layer_rows, "funnel") == without

@@ -97,7 +97,7 @@ def test_the_defaults_are_the_documented_ones() -> None:
     assert msgspec.to_builtins(BlendConfig()) == {
         "enable_blend": False,
         "blend_recompute_ratio": 0.15,
-        "blend_policy": "hkvd",
+        "blend_policy": "funnel",
         "blend_check_layer": 2,
         "blend_separator": None,
         "blend_min_chunk_tokens": 32,
@@ -154,7 +154,7 @@ def test_settings_without_enable_blend_are_refused(idle: dict[str, Any]) -> None
 
 
 def test_a_default_that_is_written_out_is_no_idle_setting() -> None:
-    assert BlendConfig.from_settings({"blend_policy": "hkvd"}) == BlendConfig()
+    assert BlendConfig.from_settings({"blend_policy": "funnel"}) == BlendConfig()
 
 
 @given(settings)

@@ -20,6 +20,7 @@ from sgl_blend.commands.evaluation.judge import (
 from sgl_blend.commands.evaluation.prompts import Templates
 from sgl_blend.commands.evaluation.verify import Plan, judge
 from sgl_blend.errors import CommandError
+from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import PACKAGE
 
 BOUNDS = Bounds(max_kl=0.1, min_top1=0.97)
@@ -32,7 +33,7 @@ def row(kl: float = 0.01, top1: float = 1.0, cost: float | None = 0.5, **more: A
         "top1": top1,
         "n": 200,
         "layer_rows_share": cost,
-        "policy": "hkvd",
+        "policy": BlendConfig().blend_policy,
         "ratio": 0.15,
         "check_layer": 2,
     }
@@ -192,7 +193,9 @@ def test_what_is_nearly_shown_asks_for_more_prompts_and_those_would_do() -> None
 
     assert judgement.refusal is None
     assert judgement.not_judged is not None
-    assert judgement.not_judged.startswith("200 prompts cannot confirm hkvd 0.15 at check layer 2")
+    assert judgement.not_judged.startswith(
+        f"200 prompts cannot confirm {BlendConfig().blend_policy} 0.15 at check layer 2"
+    )
     needed = BOUNDS.prompts_to_decide(one)
     assert needed is not None
     assert f"about {needed} with --data" in judgement.not_judged
@@ -248,7 +251,8 @@ def test_a_refusal_by_the_packages_prompts_says_so() -> None:
         ({"ratio": 0.1, "layer_rows_share": 0.6}, False),
         ({"policy": "gradual", "layer_rows_share": 0.49}, False),
         ({"policy": "random", "ratio": 0.5, "layer_rows_share": 0.7}, False),
-        ({"policy": "funnel", "ratio": 0.5, "layer_rows_share": 0.7}, False),
+        ({"policy": "remembered", "ratio": 0.5, "layer_rows_share": 0.7}, False),
+        ({"policy": "hkvd", "layer_rows_share": 0.6}, True),
         ({"ratio": 0.2, "layer_rows_share": None}, False),
     ],
 )
@@ -261,7 +265,11 @@ def test_only_what_may_be_chosen_is_asked() -> None:
     assert (own.ratios, own.check_layers) == ([0.05, 0.1, 0.15, 0.2, 0.3, 0.5], [1, 2])
     assert (package.ratios, package.check_layers) == ([0.15, 0.2, 0.3, 0.5], [2])
     bare = changed(plan(PACKAGE), ratios=(0.05,), check_layers=(1,), policies=()).settings()
-    assert (bare.ratios, bare.check_layers, bare.policies) == ([0.15], [2], ["none", "hkvd"])
+    assert (bare.ratios, bare.check_layers, bare.policies) == (
+        [0.15],
+        [2],
+        ["none", BlendConfig().blend_policy],
+    )
 
 
 def test_the_bundled_prompts_are_many_and_all_different() -> None:

@@ -27,7 +27,7 @@ def _count_builds(driver: Driver) -> tuple[int, int]:
 
 
 def test_missing_chunks_of_a_request_are_built_in_one_batch(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="build", max_total_tokens=5000)
+    engine = start_engine(blend_on_miss="build", blend_policy="hkvd", max_total_tokens=5000)
     engine.flush()
 
     batches, _ = engine.call(_count_builds)

@@ -59,7 +59,9 @@ def _a_prompt_goes_before_older_chunks(driver: Driver) -> tuple[int, list[int]]:
 
 
 def test_blended_prompts_are_evicted_before_older_chunks(start_engine: StartEngine) -> None:
-    prompt, chunks = start_engine(max_total_tokens=4000).call(_a_prompt_goes_before_older_chunks)
+    prompt, chunks = start_engine(blend_policy="hkvd", max_total_tokens=4000).call(
+        _a_prompt_goes_before_older_chunks
+    )
     assert prompt <= len(SYSTEM), "the oldest prompt was kept"
     assert chunks == [len(SYSTEM) + 80] * 3
 
@@ -114,6 +116,6 @@ def _exact_prompts_in_order(driver: Driver) -> list[int]:
 
 def test_exact_prompts_and_chunks_keep_the_order_of_use(start_engine: StartEngine) -> None:
     """SGLang stores a prompt with a larger priority than its answer; by that nothing may be kept."""
-    found = start_engine(max_total_tokens=4000).call(_exact_prompts_in_order)
+    found = start_engine(blend_policy="hkvd", max_total_tokens=4000).call(_exact_prompts_in_order)
     assert found[:2] == [0, 0], "an older prompt was kept"
     assert found[2:] == [len(PLAIN[2]), len(SYSTEM) + len(CHUNKS[3])]

@@ -255,3 +255,28 @@ def test_made_up_texts_are_always_the_same() -> None:
     assert texts == [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
     assert len({tuple(text) for text in texts}) == NUM_PROBES
     assert all(0 <= token < VOCAB_SIZE for text in texts for token in text)
+
+
+def _evicted_meanwhile(driver: Driver) -> tuple[int, int]:
+    """Evict all that can be while a probe is in flight; return what is left of its chunk, of none."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    from sgl_blend.engine.tree import match_prefix
+
+    driver.settle()
+    driver.flush()
+    driver.submit(rag("funnel", (1, 2)))
+    prober, tree = driver.runtime.prober, driver.scheduler.tree_cache
+    driver.run_until(lambda: any(step.is_last for step in prober.in_flight.values()))
+    key = next(step.key for step in prober.in_flight.values() if step.is_last)
+    tree.evict(EvictParams(num_tokens=10**6))
+    kept = len(match_prefix(tree, key.chunk.path, salt=key.chunk.salt, extra_key=None))
+    driver.settle()
+    tree.evict(EvictParams(num_tokens=10**6))
+    return len(key.chunk.path) - kept, tree.protected_size()
+
+
+def test_a_chunk_stays_while_a_probe_of_it_is_in_flight(start_engine: StartEngine) -> None:
+    """What is found out goes to its slots: by then they must not belong to another."""
+    engine = start_engine(disable_overlap_schedule=False)
+    assert engine.call(_evicted_meanwhile) == (0, 0)

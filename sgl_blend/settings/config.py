@@ -76,7 +76,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     enable_blend: bool = False
     blend_recompute_ratio: float = 0.15
-    blend_policy: str = "hkvd"
+    blend_policy: str = "funnel"
     blend_check_layer: int = 2
     blend_separator: str | None = None
     blend_min_chunk_tokens: int = 32
