@@ -229,7 +229,8 @@ def test_probes_are_forwards_of_their_own_and_change_no_build(
     forwards, step_tokens = engine.call(_serve, prompts)
 
     texts = [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
-    building, probing = [], []
+    building: list[Forward] = []
+    probing: list[Forward] = []
     for forward in filter(lambda forward: forward.builds, forwards):
         then = forward.builds[0][len(SYSTEM) :][:PROBE_TOKENS]
         is_probe = bool(then) and any(text[: len(then)] == then for text in texts)

@@ -3,6 +3,7 @@
 import pytest
 
 from sgl_blend.fusion.plan import LayerSplit
+from sgl_blend.policies import POLICIES
 from sgl_blend.tuning.cost_model import ROWS, CostModel, Times
 from tools.time_model import (
     FA3_FLOP_PER_S,
@@ -48,6 +49,17 @@ def test_the_estimates_of_whole_prompts(
     parts = found.full + found.check + sum(found.shrunk)
     assert parts < found.blended < parts + 8e-3, "fixed costs and the copy are what is left"
     assert estimate(H200_FA3, prompt).speedup == pytest.approx(with_fa3, abs=0.06)
+
+
+def test_a_funnel_saves_some_of_the_full_layers_and_nothing_else() -> None:
+    share = POLICIES["funnel"].early_share
+    for prompt in PROMPTS:
+        every, few = estimate(H200, prompt), estimate(H200, prompt, early_share=share)
+        assert estimate(H200, prompt, early_share=1.0).ceiling == every.ceiling
+        assert 0.35 * every.full < few.full < 0.75 * every.full
+        assert (few.shrunk, few.copy, few.stock) == (every.shrunk, every.copy, every.stock)
+        assert every.blended - few.blended > 0.8 * (every.full - few.full)
+        assert few.ceiling > 1.15 * every.ceiling
 
 
 def estimated_times(device: Device) -> Times:

@@ -9,7 +9,9 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
+from sgl_blend.policies import POLICIES
 from tools.results_tables import table
 
 
@@ -187,22 +189,42 @@ def stock_s(device: Device, prompt: Prompt) -> float:
     return total + device.fixed_s + ROUND_S
 
 
-def estimate(device: Device, prompt: Prompt, ratio: float = 0.15, check: int = 2) -> Estimate:
-    """Estimate both prefills of a prompt whose chunks are stored; the first of them is exact."""
+def estimate(
+    device: Device,
+    prompt: Prompt,
+    ratio: float = 0.15,
+    check: int = 2,
+    early_share: float | None = None,
+) -> Estimate:
+    """Estimate both prefills of a prompt whose chunks are stored; the first of them is exact.
+
+    Args:
+        device: What it runs on.
+        prompt: What is asked.
+        ratio: Share of reused tokens that is recomputed.
+        check: The check layer.
+        early_share: Share of reused tokens that passes the layers up to the check layer, if the policy
+            trusts a memory. Steps are cut as without one, though fewer would do.
+    """
     exact, above = prompt.system + prompt.chunk, LAYERS - check - 1
     host = device_s = full = checking = copied = 0.0
     shrunk = [0.0, 0.0, 0.0]
-    layer_rows = (prompt.tokens - exact) * (check + 1)
+    layer_rows = 0
     starts = range(prompt.system, prompt.tokens, STEP_TOKENS)
     for start in starts:
         stop = min(start + STEP_TOKENS, prompt.tokens)
         begin = max(start, exact)
         reused = max(0, min(stop, prompt.tokens - prompt.question) - begin)
         rest, chosen = stop - begin - reused, math.ceil(ratio * reused)
-        rows, kept = stop - begin, chosen + rest
-        layer_rows += kept * above
-        spread = [begin + int((i + 0.5) * reused / max(chosen, 1)) for i in range(chosen)]
-        attention = scattered_attention_s(device, [*spread, *range(stop - rest, stop)])
+        early = reused if early_share is None else math.ceil(max(early_share, ratio) * reused)
+        rows, kept = early + rest, chosen + rest
+        layer_rows += rows * (check + 1) + kept * above
+        attention, early_attention = (
+            scattered_attention_s(device, [*_spread(begin, reused, n), *range(stop - rest, stop)])
+            for n in (chosen, early)
+        )
+        if early_share is None:
+            early_attention = stock_attention_s(device, begin, rows)
         head_bytes = max(0, min(exact, stop) - start) * 4 * KV_ROW_BYTES * LAYERS
         copy_s = (reused * 4 * KV_ROW_BYTES * above + head_bytes) / (
             0.8 * device.bytes_per_s
@@ -210,9 +232,7 @@ def estimate(device: Device, prompt: Prompt, ratio: float = 0.15, check: int = 2
         copied += copy_s
         host += device.host_step_s
         device_s = max(device_s, host) + head_bytes / (0.8 * device.bytes_per_s)
-        full_layer = (
-            linear_s(device, rows) + small_s(device, rows) + stock_attention_s(device, begin, rows)
-        )
+        full_layer = linear_s(device, rows) + small_s(device, rows) + early_attention
         check_layer = (
             linear_s(device, rows, ["qkv"]) + 0.4 * small_s(device, rows) + 108e-6 + attention
             + linear_s(device, kept, ["o", "gate_up", "down"]) + 0.6 * small_s(device, kept)
@@ -240,6 +260,11 @@ def estimate(device: Device, prompt: Prompt, ratio: float = 0.15, check: int = 2
     )
 
 
+def _spread(begin: int, length: int, count: int) -> list[int]:
+    """Return so many positions, spread evenly over a text of this length."""
+    return [begin + int((i + 0.5) * length / count) for i in range(count)]
+
+
 def _ms(seconds: float) -> str:
     ms = 1e3 * seconds
     return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
@@ -248,15 +273,29 @@ def _ms(seconds: float) -> str:
 def time_model() -> str:
     """Return the table of estimates; the column for what was measured is for whoever has a GPU."""
     rows = []
-    for prompt in PROMPTS:
-        found = estimate(H200, prompt)
-        with_fa3 = Device(**{**vars(H200), "stock_flop_per_s": FA3_FLOP_PER_S})
+    with_fa3 = Device(**{**vars(H200), "stock_flop_per_s": FA3_FLOP_PER_S})
+    for prompt, policy in product(PROMPTS, ("hkvd", "funnel")):
+        share = POLICIES[policy].early_share
+        found = estimate(H200, prompt, early_share=share)
         parts = (found.full, found.check, *found.shrunk, found.copy)
         milliseconds = [_ms(part) for part in (found.stock, found.blended, *parts)]
-        speedups = f"{found.speedup:.1f} ({estimate(with_fa3, prompt).speedup:.1f})"
-        rows.append((prompt.name, *milliseconds, speedups, f"{found.ceiling:.2f}", "none yet"))
+        speedups = (
+            f"{found.speedup:.1f} ({estimate(with_fa3, prompt, early_share=share).speedup:.1f})"
+        )
+        rows.append(
+            (prompt.name, policy, *milliseconds, speedups, f"{found.ceiling:.2f}", "none yet")
+        )
     header = (
-        *("prompt", "stock", "blended", "full layers", "check layer", "linear", "attention"),
+        *(
+            "prompt",
+            "policy",
+            "stock",
+            "blended",
+            "full layers",
+            "check layer",
+            "linear",
+            "attention",
+        ),
         *("small kernels", "copy", "speed-up (stock with fa3)", "ceiling", "measured"),
     )
     return table(header, rows)

@@ -38,10 +38,9 @@ from sgl_blend.settings.config import BlendConfig
 BUILD = Path(__file__).resolve().parents[2] / "build"
 FOLDER = BUILD / "demo"
 DEFAULT = BlendConfig().blend_policy
-PROBING = "funnel"
 WAYS = (
     *(Way(DEFAULT, ratio) for ratio in (0.0, RATIO, 0.5, 1.0)),
-    Way("hkvd" if DEFAULT == PROBING else PROBING, RATIO),
+    *(Way(policy, RATIO) for policy in ("hkvd", "funnel") if policy != DEFAULT),
 )
 
 T = TypeVar("T")
@@ -104,14 +103,12 @@ def server(screen: Screen, name: str, material: Material, extra: list[str]) -> I
 def warm_up(screen: Screen, blending: Server, stock: Server, material: Material) -> None:
     """Let both servers meet the same prompts, every chunk once, before anything is timed."""
     *first_sight, again = material.warm_up
-    # Asked with the policy that probes chunks, so that they are probed too.
     meet(
         screen,
         "blending server, first sight of the chunks",
         blending,
         first_sight,
         Prompt.marked,
-        {"sgl_blend_policy": PROBING},
     )
     num_chunks = len(material.chunk_tokens)
     with screen.waiting("building and probing chunks in the background", num_chunks) as waiting:
@@ -153,11 +150,10 @@ def meet(
     started: Server,
     prompts: Sequence[Prompt],
     render: Callable[[Prompt], str],
-    params: dict[str, str] | None = None,
 ) -> None:
     """Send prompts whose answers and times do not matter."""
     for prompt in screen.track(stage, prompts):
-        stream_first_token(started, render(prompt), params)
+        stream_first_token(started, render(prompt), None)
 
 
 def main() -> int:

@@ -207,6 +207,11 @@ SERVED = (
         "tests/test_orders.py, tests/test_operator.py",
     ),
     Feature(
+        "CUDA graphs of blended layers, and weight updates",
+        "given up with a warning if weights come to lie elsewhere",
+        "tests/test_graphs.py; not run on a GPU yet",
+    ),
+    Feature(
         "decode graphs, torch.compile of decoding",
         "blending ends with the prefill",
         "not run on a GPU yet",
