@@ -88,7 +88,7 @@ def on_true_kv(
         nan_layer: Layer in which nothing that is stored of a moved chunk is a number.
     """
     _begin_anew(driver)
-    states = [_build(driver, prompt) for prompt in prompts]
+    states = [_build(driver, prompt, probed=not wrong) for prompt in prompts]
     full = [_prefill_in_full(driver, prompt) for prompt in prompts]
     for prompt, state in zip(prompts, states, strict=True):
         if state is not None:
@@ -108,7 +108,7 @@ def on_all_rows(
     """Blend prompts on chunks as they are built, but drop no row anywhere; arguments as above."""
     _begin_anew(driver)
     for prompt in prompts:
-        _build(driver, prompt)
+        _build(driver, prompt, probed=True)
     full = [_prefill_in_full(driver, prompt) for prompt in prompts]
     with _all_rows_kept(), _watched_reductions() as reductions:
         blended = (ask or _ask_at_once)(driver, list(prompts))
@@ -131,15 +131,17 @@ def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
     return driver.ask(*prompts)
 
 
-def _build(driver: Driver, prompt: Prompt) -> Any:
+def _build(driver: Driver, prompt: Prompt, *, probed: bool) -> Any:
     """Let a request's chunks be built and return its state; None for a request without chunks.
 
-    It is asked at ratio 1, which stores no KV that another ratio could find, and with a policy that
-    leaves no memory: what is remembered is measured later, against the KV that is stored then.
+    It is asked at ratio 1, which stores no KV that another ratio could find. If nothing is to be probed,
+    what a policy remembers is measured later, against the KV that is stored then.
     """
     if not prompt.chunk_at:
         return None
-    params = {"sgl_blend_ratio": 1.0, "sgl_blend_policy": "hkvd"}
+    params = {**prompt.params, "sgl_blend_ratio": 1.0}
+    if not probed:
+        params["sgl_blend_policy"] = "hkvd"
     req = driver.submit(replace(prompt, params=params, max_new_tokens=1))
     state = req.sgl_blend
     driver.run_until(req.finished)
