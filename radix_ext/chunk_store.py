@@ -192,6 +192,11 @@ class ChunkStore:
         return num_tokens // self._page_size * self._page_size
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self._page_size
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing is stored, and no request holds KV that it could still store."""
         return free_tokens(self._tree) == pool_use(self._tree)["capacity"]

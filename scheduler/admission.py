@@ -44,6 +44,9 @@ from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.tuning.cost_model import CostModel
 
+PlaceOf = Callable[[ChunkHit], int | None]
+"""Tells where the memory of a stored chunk is, None if there is none."""
+
 
 class Admission:
     """Decides for each request whether it is blended, and from what."""
@@ -56,6 +59,7 @@ class Admission:
         memories: Memories,
         shares: FairShare,
         *,
+        capacity: int,
         cost_model: CostModel | None,
         build_first: bool,
         model: LoadedModel,
@@ -68,7 +72,7 @@ class Admission:
         self._builder = builder
         self._prober = prober
         self._memories = memories
-        self._foreground = ForegroundBuilds(store, builder, prober, memories)
+        self._foreground = ForegroundBuilds(store, capacity, builder, prober, memories)
         self._cost_model = cost_model
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
@@ -85,7 +89,7 @@ class Admission:
             return waiting_verdict(state)  # and it is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
-        holds_memory = self._memories.holds
+        place_of = self._place_of(state)
         if self._build_first and (missing := self._foreground.missing(state, lookup)):
             verdict = self._foreground.build(attempt, missing, lookup)
             if verdict is not None:
@@ -93,15 +97,15 @@ class Admission:
             # A plan of what happens to be stored would make the answer depend on the cache.
             if lookup.missing:
                 return _add_plain(attempt, FallbackReason.BUILD_NOT_ADMITTED, lookup)
-            holds_memory = _holds_none  # the pool has no room for probes beside the chunks
-        return self._add_looked_up(attempt, lookup, holds_memory)
+            place_of = _nowhere  # no room for a probe, though by the lengths there should be
+        return self._add_looked_up(attempt, lookup, place_of)
 
     def _add_looked_up(
-        self, attempt: AdmissionAttempt, lookup: Lookup, holds_memory: Callable[[ChunkHit], bool]
+        self, attempt: AdmissionAttempt, lookup: Lookup, place_of: PlaceOf
     ) -> Verdict:
         req, state = attempt.req, attempt.state
         reason: FallbackReason | None = None
-        plan = _make_plan(req, state, lookup, holds_memory, self._sizes)
+        plan = _make_plan(req, state, lookup, place_of, self._sizes)
         if plan is None or not plan.spans:
             reason = _why_nothing_is_reused(req, state, lookup)
         elif not self._is_worth_it(attempt, plan):
@@ -117,11 +121,17 @@ class Admission:
             self._build_later(state, lookup)
         return verdict
 
+    def _place_of(self, state: RequestState) -> PlaceOf:
+        """Return what tells where the memory of a chunk is."""
+        if self._build_first and not self._foreground.may_probe(state):
+            return _nowhere
+        return self._memories.place_of
+
     def _build_later(self, state: RequestState, lookup: Lookup) -> None:
         """Build what a request lacked in the background, for those that come after it."""
         self._builder.enqueue(lookup.missing)
         if POLICIES[state.policy].trusts_memory:
-            unknown = [hit.key for hit in lookup.hits if not self._memories.holds(hit)]
+            unknown = [hit.key for hit in lookup.hits if self._memories.place_of(hit) is None]
             self._prober.enqueue(self._memories.keys_of([*unknown, *lookup.missing]))
 
     def _follow_model(self, req: Req, state: RequestState) -> None:
@@ -133,7 +143,7 @@ class Admission:
     def plan(self, req: Req, state: RequestState) -> BlendPlan | None:
         """Look a request up and return the plan it would get now; locks nothing."""
         return _make_plan(
-            req, state, self._lookups.look_up(req, state), self._memories.holds, self._sizes
+            req, state, self._lookups.look_up(req, state), self._place_of(state), self._sizes
         )
 
     def waits_for_builds(self, state: RequestState) -> bool:
@@ -248,15 +258,15 @@ def _why_not(req: Req, state: RequestState) -> FallbackReason | None:
     return None
 
 
-def _holds_none(hit: ChunkHit) -> bool:
-    return False
+def _nowhere(hit: ChunkHit) -> None:
+    return None
 
 
 def _make_plan(
     req: Req,
     state: RequestState,
     lookup: Lookup,
-    is_remembered: Callable[[ChunkHit], bool],
+    place_of: PlaceOf,
     sizes: RowSizes,
 ) -> BlendPlan | None:
     trusts = POLICIES[state.policy].trusts_memory
@@ -270,9 +280,7 @@ def _make_plan(
     for hit in lookup.hits:
         start, found = hit.span.start, hit.match
         stop = start + hit.num_tokens
-        span = ReusedSpan(
-            start, stop, hit.prefix_length, found, remembered=trusts and is_remembered(hit)
-        )
+        span = ReusedSpan(start, stop, hit.prefix_length, found, place_of(hit) if trusts else None)
         if start >= blended_from and stop <= computed_from:
             spans.append(span)
         elif (clipped := span.clip(blended_from, computed_from)) is not None:

@@ -1,7 +1,9 @@
-"""How much of the requests' time background builds may take."""
+"""How much of the requests' time background builds and probes may take."""
 
-_SHARE = 0.025
+BUILD_SHARE = 0.025
 """While requests run or wait, builds take at most this share of the time."""
+PROBE_SHARE = 0.01
+"""And probes, while there is nothing to be built."""
 _FIRST_PRICE_S = 0.025
 """What a step is taken to cost until one has been timed."""
 
@@ -10,12 +12,16 @@ class BuildBudget:
     """Credit in seconds, earned while requests are served and spent on steps of builds.
 
     At most one step is saved up. So a request meets at most one step that others' time has paid for,
-    and one more for each 40 times a step's duration that it runs itself.
+    and one more for each 1 / share times a step's duration that it runs itself.
 
     Owned by the scheduler thread; whoever calls brings a clock on which all ranks agree.
+
+    Args:
+        share: Of the time in which requests are served.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: float) -> None:
+        self._share = share
         self._credit_s = 0.0
         self._price_s = _FIRST_PRICE_S
         self._seen_s: float | None = None
@@ -29,7 +35,7 @@ class BuildBudget:
             busy: Whether requests are served from now on.
         """
         if self._seen_s is not None and self._was_busy:
-            earned = _SHARE * max(0.0, now_s - self._seen_s)
+            earned = self._share * max(0.0, now_s - self._seen_s)
             self._credit_s = min(self._credit_s + earned, self._price_s)
         self._seen_s, self._was_busy = now_s, busy
 

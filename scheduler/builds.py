@@ -106,6 +106,7 @@ class ChunkBuilder:
         tp_group: Whose ranks agree on the ids of requests.
         steps: Where builds are cut.
         kind: Word in the ids of requests.
+        share: Of the requests' time that background steps may take.
         on_built: Called with each chunk that was built.
     """
 
@@ -117,6 +118,7 @@ class ChunkBuilder:
         steps: StepPlanner,
         *,
         kind: str,
+        share: float,
         on_built: Callable[[ChunkKey], None],
     ) -> None:
         self._scheduler = scheduler
@@ -126,7 +128,7 @@ class ChunkBuilder:
         # More tokens than the pool holds would evict each other.
         self._pending = BuildQueue(_MAX_PENDING, self._capacity * TOKEN_BYTES)
         self._steps = steps
-        self._budget = BuildBudget()
+        self._budget = BuildBudget(share)
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}
         self._held: dict[str, TreeLock] = {}
@@ -207,14 +209,14 @@ class ChunkBuilder:
         While requests are served it is paid for by credit; none runs right after a prefill.
 
         Returns:
-            Whether the round is free for other background work: no chunk is missing, nobody waits.
+            Whether the round is free for other background work: there is nothing to be built.
         """
         is_charged = self._tell_time(now)
         if not now.is_open:
             return False
         key = self._pending.first()
         if key is None:
-            return not now.is_waited_in
+            return True
         if is_charged and not self._budget.affords_step():
             return False
         if not now.is_waited_in and now.must_keep_quiet(self._pending.since_s(key, now.now_s)):
@@ -248,7 +250,7 @@ class ChunkBuilder:
                 put_first(self._scheduler, self._offer.build)
                 return False
             self._pending.remove(key)  # stored meanwhile
-        return not now.is_waited_in
+        return True
 
     def withdraw(self, now: Round) -> bool:
         """Take back what offer() put into the waiting queue, unless it was admitted.

@@ -11,7 +11,7 @@ from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder, may_hold_builds
 from sgl_blend.scheduler.lookup import Lookup
-from sgl_blend.scheduler.probes import Memories, ProbeKey
+from sgl_blend.scheduler.probes import PROBE_TOKENS, Memories, ProbeKey
 from sgl_blend.scheduler.request_state import RequestState
 
 
@@ -20,31 +20,55 @@ class ForegroundBuilds:
 
     Args:
         store: Where chunks are found.
+        capacity: Tokens of the pool.
         builder: Builds chunks.
         prober: Runs their probes.
         memories: Which of them have run.
     """
 
     def __init__(
-        self, store: ChunkStore, builder: ChunkBuilder, prober: ChunkBuilder, memories: Memories
+        self,
+        store: ChunkStore,
+        capacity: int,
+        builder: ChunkBuilder,
+        prober: ChunkBuilder,
+        memories: Memories,
     ) -> None:
         self._store = store
+        self._capacity = capacity
+        self._slack = (
+            store.page_size + 1
+        )  # pages that are not full, and what SGLang asks for on top
         self._builder = builder
         self._prober = prober
         self._memories = memories
 
     def missing(self, state: RequestState, lookup: Lookup) -> tuple[ChunkKey, ...]:
         """Return what is to be built for a request: chunks, or once they are there their probes."""
-        if lookup.missing or not POLICIES[state.policy].trusts_memory:
+        if lookup.missing or not self.may_probe(state):
             return lookup.missing
         exact = 0 if lookup.exact is None else lookup.exact[0].stop
         chunks = [
             hit.key
             for hit in lookup.hits
-            if hit.span.stop > exact and not self._memories.holds(hit)
+            if hit.span.stop > exact and self._memories.place_of(hit) is None
         ]
         keys = self._memories.keys_of(dict.fromkeys(chunks))
         return tuple(key for key in keys if self._memories.wants(key) is not None)
+
+    def may_probe(self, state: RequestState) -> bool:
+        """Tell whether a request goes by what is remembered of its chunks.
+
+        Not if the pool cannot hold a probe beside all of them. That is told from lengths alone: what
+        was remembered for other requests must not change an answer.
+        """
+        if not POLICIES[state.policy].trusts_memory or not state.keys:
+            return False
+        chunks = dict.fromkeys(state.keys)
+        prefix = state.keys[0].prefix_length
+        stored = prefix + sum(key.length + self._slack for key in chunks)
+        longest = max(key.length for key in chunks)
+        return stored + prefix + PROBE_TOKENS + longest + 3 * self._slack <= self._capacity
 
     def waits(self, state: RequestState) -> bool:
         """Tell whether something is being built that a request was found to lack."""
@@ -97,7 +121,7 @@ class ForegroundBuilds:
 
     def _count_steps(self, state: RequestState) -> int:
         steps = sum(map(self._builder.count_steps, state.keys))
-        if POLICIES[state.policy].trusts_memory:
+        if self.may_probe(state):
             steps += sum(map(self._prober.count_steps, self._memories.keys_of(state.keys)))
         return steps
 

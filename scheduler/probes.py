@@ -4,8 +4,8 @@
     probe 0     [build prefix][a made-up text][chunk ..........]  layers up to the check layer
     probe 1     [build prefix][another one   ][chunk ..........]
 
-How far a token's V in the check layer is from the stored one is remembered beside the slots: the
-largest distance over all probes. A policy that trusts it drops rows before the first layer.
+How far a token's V in the check layer is from the stored one is remembered: the largest distance over
+all probes. A policy that trusts it drops rows before the first layer.
 
 The texts are the same for every chunk and every tenant, so the memory depends on the chunk, its build
 prefix, the model and the settings alone. Probes run like builds: in the background, step by step, in a
@@ -17,11 +17,11 @@ from __future__ import annotations
 import random
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput
-from sgl_blend.engine.tree import TreeLock, node_number
+from sgl_blend.engine.tree import TreeLock
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.memory import Probed
 from sgl_blend.protocol.request import Span
@@ -32,8 +32,6 @@ from sgl_blend.scheduler.build_steps import BuildStep, StepPlanner
 NUM_PROBES = 2
 PROBE_TOKENS = 256
 _SEED = 2405
-_MAX_REMEMBERED = 65_536
-"""Chunks that are known to have a memory; a number each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,26 +56,45 @@ def made_up_texts(vocab_size: int) -> list[bytes]:
     ]
 
 
-class Memories:
-    """Knows which stored chunks have a memory; owned by the scheduler thread.
+@dataclass(slots=True)
+class _Entry:
+    """Where the memory of a chunk is.
 
-    A memory belongs to slots. While the node at the end of a chunk's path is the same, its slots are:
-    a tree evicts from the ends of its paths.
+    Attributes:
+        place: Of its first token.
+        length: Tokens.
+        probes: Which probes have run, a bit each.
+    """
+
+    place: int
+    length: int
+    probes: int = 0
+
+
+class Memories:
+    """Knows of which chunks there is a memory, and where; owned by the scheduler thread.
+
+    A memory belongs to a chunk after its build prefix, and not to the slots of its KV. Chunks that
+    begin alike share slots. And KV that was evicted is built again, the same bit for bit. The places
+    are a ring: what was remembered first makes room.
 
     Args:
         store: Where chunks are found.
         vocab_size: Token ids of the model.
+        num_tokens: Places.
     """
 
-    def __init__(self, store: ChunkStore, vocab_size: int) -> None:
+    def __init__(self, store: ChunkStore, vocab_size: int, num_tokens: int) -> None:
         self._store = store
         self._texts = made_up_texts(vocab_size)
-        self._probed: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
+        self._num_tokens = num_tokens
+        self._next = 0
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that have been probed and not been found to be gone."""
-        return len(self._probed)
+        """Chunks that have a memory, or a part of one."""
+        return len(self._entries)
 
     def keys_of(self, chunks: Iterable[ChunkKey]) -> list[ProbeKey]:
         """Return the probes of chunks, all probes of a chunk one after the other."""
@@ -94,38 +111,52 @@ class Memories:
             for number, text in enumerate(self._texts)
         ]
 
-    def holds(self, hit: ChunkHit) -> bool:
-        """Tell whether all probes of what is stored of a chunk have run."""
-        return self._mask_of(hit) == (1 << len(self._texts)) - 1
+    def place_of(self, hit: ChunkHit) -> int | None:
+        """Return where a stored chunk's memory is; None unless all of its probes have run."""
+        entry = self._entries.get(hit.key)
+        if entry is None or entry.probes != (1 << len(self._texts)) - 1:
+            return None
+        return entry.place
 
     def wants(self, key: ProbeKey) -> ChunkHit | None:
         """Return the stored chunk of a probe that has not run yet, else None."""
-        hit = self._store.find(key.chunk, Span(0, key.chunk.length))
-        if hit is None or not hit.complete or self._mask_of(hit) >> key.number & 1:
+        entry = self._entries.get(key.chunk)
+        if entry is not None and entry.probes >> key.number & 1:
             return None
-        return hit
+        hit = self._store.find(key.chunk, Span(0, key.chunk.length))
+        return hit if hit is not None and hit.complete else None
 
     def probed(self, key: ProbeKey) -> Probed | None:
         """Note that a probe runs to its end now; return what it finds out, None if that is nothing."""
         hit = self.wants(key)
         if hit is None:
             return None
-        mask, node = self._mask_of(hit), node_number(hit.match)
-        self._probed[node] = hit.prefix_length, mask | 1 << key.number
-        self._probed.move_to_end(node)
-        if len(self._probed) > _MAX_REMEMBERED:
-            self._probed.popitem(last=False)
+        entry = self._entries.get(key.chunk)
+        if entry is None:
+            entry = self._entries[key.chunk] = self._make_room(hit.num_tokens)
+        first, entry.probes = not entry.probes, entry.probes | 1 << key.number
         slots = hit.match.take(hit.prefix_length, hit.prefix_length + hit.num_tokens)
-        return Probed(stored_slots=slots, begin=key.prefix_length, first=mask == 0)
+        return Probed(slots, begin=key.prefix_length, place=entry.place, first=first)
 
     def clear(self) -> None:
         """Forget all, because the tree did."""
-        self._probed.clear()
+        self._entries.clear()
+        self._next = 0
 
-    def _mask_of(self, hit: ChunkHit) -> int:
-        """Return which probes have run, a bit each."""
-        prefix_length, mask = self._probed.get(node_number(hit.match), (0, 0))
-        return mask if hit.complete and prefix_length == hit.prefix_length else 0
+    def _make_room(self, length: int) -> _Entry:
+        """Return the next places of the ring; forgets what they were."""
+        begin = self._next
+        if begin + length > self._num_tokens:
+            self._forget_while(lambda entry: entry.place >= begin)
+            begin = 0
+        stop = begin + length
+        self._forget_while(lambda entry: begin < entry.place + entry.length and entry.place < stop)
+        self._next = stop
+        return _Entry(begin, length)
+
+    def _forget_while(self, is_in_the_way: Callable[[_Entry], bool]) -> None:
+        while self._entries and is_in_the_way(next(iter(self._entries.values()))):
+            self._entries.popitem(last=False)
 
 
 class ProbeSteps(StepPlanner):
@@ -136,7 +167,7 @@ class ProbeSteps(StepPlanner):
         self._memories = memories
 
     def hold(self, key: ChunkKey) -> TreeLock | None:
-        """Keep the chunk of a probe in place: its memory belongs to the slots that it has now."""
+        """Keep the chunk of a probe in place: it is compared with the KV that it has now."""
         hit = self._memories.wants(key) if isinstance(key, ProbeKey) else None
         return None if hit is None else self.store.lock(hit.match)
 

@@ -40,6 +40,7 @@ from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.radix_ext.namespaces import architecture, fingerprint
 from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
+from sgl_blend.scheduler.build_budget import BUILD_SHARE, PROBE_SHARE
 from sgl_blend.scheduler.build_steps import StepPlanner
 from sgl_blend.scheduler.builds import ChunkBuilder, step_tokens
 from sgl_blend.scheduler.canary import Canary
@@ -59,6 +60,9 @@ from sgl_blend.tuning.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
+_MEMORIES = 4
+"""How many times the tokens of the pool deviations are remembered of."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Fusion:
@@ -66,12 +70,14 @@ class _Fusion:
 
     Attributes:
         fusor: Runs it.
+        memory_tokens: Of how many tokens it can remember deviations.
         cost_model: When it is faster than a full prefill; None if that does not count.
         sizes: Numbers of rows that it multiplies well.
         described: For /server_info.
     """
 
     fusor: Fusor
+    memory_tokens: int
     cost_model: CostModel | None
     sizes: RowSizes
     described: dict[str, Any]
@@ -102,15 +108,17 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         tp_group,
         StepPlanner(store, tokens),
         kind="build",
+        share=BUILD_SHARE,
         on_built=shares.built,
     )
-    memories = Memories(store, vocab_size(scheduler))
+    memories = Memories(store, vocab_size(scheduler), fusion.memory_tokens)
     prober = ChunkBuilder(
         scheduler,
         store,
         tp_group,
         ProbeSteps(store, tokens, memories),
         kind="probe",
+        share=PROBE_SHARE,
         on_built=lambda key: None,
     )
     publish: dict[str, Any] = {
@@ -148,6 +156,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             prober,
             memories,
             shares,
+            capacity=facts.capacity,
             cost_model=fusion.cost_model,
             build_first=build_first,
             model=model,
@@ -201,7 +210,8 @@ def _make_fusion(
     layout = MHALayout(pools, neox=rotation.neox)
     heads = query_heads(layers[-1])
     kernel = choose_kernel(config.blend_attention, pools, heads, dtype, tp_group)
-    memory = DeviationMemory(pools.v[0].shape[0], pools.v[0].device)
+    # Two bytes a token, a hundred thousandth of its KV: room for chunks that were evicted, too.
+    memory = DeviationMemory(_MEMORIES * pools.v[0].shape[0], pools.v[0].device)
     graphs = _graphs(config, scheduler, facts, split, kernel, tp_group)
     fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory, graphs)
     run_trial(fusor, scheduler, config)
@@ -222,6 +232,7 @@ def _make_fusion(
     ratio = config.blend_recompute_ratio
     return _Fusion(
         fusor,
+        len(memory),
         cost_model,
         sizes,
         {

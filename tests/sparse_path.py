@@ -134,7 +134,7 @@ def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
 def _build(driver: Driver, prompt: Prompt, *, probed: bool) -> Any:
     """Let a request's chunks be built and return its state; None for a request without chunks.
 
-    It is asked at ratio 1, which stores no KV that another ratio could find. If nothing is to be probed,
+    It is asked at ratio 1, which stores no KV that another ratio could find. If not probed,
     what a policy remembers is measured later, against the KV that is stored then.
     """
     if not prompt.chunk_at:

@@ -17,7 +17,7 @@ def key(salt: str, number: int, length: int = 10, prefix: int = 2) -> ChunkKey:
 
 def steps_in(seconds: float, step_s: float, *, busy: bool = True) -> list[float]:
     """Return when steps ran that take step_s each, among rounds of 10 ms."""
-    budget = BuildBudget()
+    budget = BuildBudget(0.025)
     ran, now = [], 0.0
     while now < seconds:
         budget.elapse(now, busy=busy)
@@ -37,7 +37,7 @@ def test_builds_take_a_fortieth_of_the_time_in_which_requests_are_served() -> No
 
 
 def test_at_most_one_step_is_saved_up() -> None:
-    budget = BuildBudget()
+    budget = BuildBudget(0.025)
     budget.learn(0.02)
     budget.elapse(0.0, busy=True)
     budget.elapse(1000.0, busy=True)
@@ -51,7 +51,7 @@ def test_idle_time_earns_nothing() -> None:
 
 
 def test_time_without_pending_builds_earns_nothing() -> None:
-    budget = BuildBudget()
+    budget = BuildBudget(0.025)
     budget.elapse(0.0, busy=True)
     budget.stop_clock()
     budget.elapse(1000.0, busy=True)

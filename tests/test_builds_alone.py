@@ -2,7 +2,7 @@
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, Prompt, rag_prompt, random_tokens
+from harness import Driver, Prompt, largest_difference, rag_prompt, random_tokens
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -46,3 +46,32 @@ def test_a_pool_without_room_for_probes_is_one_without_memory(start_engine: Star
     without = engine.call(_layer_rows, "hkvd")
     assert without[0] is None
     assert engine.call(_layer_rows, "funnel") == without
+
+
+def _after_smaller_requests(driver: Driver, policy: str) -> tuple[list[int], float]:
+    """Ask cold, and again after others had the same chunks probed one at a time."""
+    first, large, small = random_tokens(990, 40), random_tokens(991, 300), random_tokens(992, 100)
+    params = {"sgl_blend_policy": policy}
+    both = rag_prompt(SYSTEM, [first, large, small], QUESTION, params=params)
+    driver.settle()
+    driver.flush()
+    cold = driver.ask(both)[0]
+    driver.settle()
+    driver.flush()
+    for chunks in ([first, large], [large, small]):
+        driver.ask(rag_prompt(SYSTEM, chunks, QUESTION, params=params))
+        driver.settle()
+    warm = driver.ask(both)[0]
+    driver.settle()
+    rows = [answer.report["layer_rows"] for answer in (cold, warm)]
+    return rows, largest_difference(cold.logprobs[0], warm.logprobs[0])
+
+
+@pytest.mark.parametrize("pool", [1_040, 1_060, 1_120])
+def test_a_tight_pool_answers_alike_whatever_was_remembered(
+    start_engine: StartEngine, pool: int
+) -> None:
+    engine = start_engine(blend_on_miss="build", max_total_tokens=pool)
+    (cold, warm), difference = engine.call(_after_smaller_requests, "funnel")
+    assert cold == warm
+    assert difference < 1e-4

@@ -15,7 +15,7 @@ def span_at(start: int, length: int, source_start: int, *, remembered: bool = Fa
     """A span whose slot for source position p is 7p + 3, so that slots tell where they belong."""
     path = torch.arange(source_start + length + 2)  # more of the path may be stored
     source = PoolSlots(7 * path + 3)
-    return ReusedSpan(start, start + length, source_start, source, remembered)
+    return ReusedSpan(start, start + length, source_start, source, start if remembered else None)
 
 
 @dataclass

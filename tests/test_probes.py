@@ -5,6 +5,7 @@ That a memory holds the right numbers, and that the forward follows it, is what 
 
 from __future__ import annotations
 
+import random
 from array import array
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,20 @@ from typing import Any
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, watch_rows
+from harness import (
+    Answer,
+    Driver,
+    Prompt,
+    largest_difference,
+    rag_prompt,
+    random_tokens,
+    watch_rows,
+)
 from reference import CHUNKS, QUESTION, SYSTEM, Reference
 from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
 
-from sgl_blend.scheduler.probes import NUM_PROBES, PROBE_TOKENS, made_up_texts
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.probes import NUM_PROBES, PROBE_TOKENS, Memories, made_up_texts
 from sgl_blend.settings.config import BlendConfig
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -124,19 +134,10 @@ def _only_the_first_is_probed(driver: Driver, policy: str) -> Answer:
     driver.settle()
     driver.flush()
     _ask(driver, rag(policy, (2, 1)), rag("hkvd"))  # chunk 1 is moved here, 2 is exact
-    memories = driver.runtime._memories
-    probed = memories._probed
-    number = _node(driver, 2)
-    probed.pop(number)
+    entries = driver.runtime._memories._entries
+    tokens = array("q", CHUNKS[2]).tobytes()
+    entries.pop(next(key for key in entries if key.tokens == tokens))
     return driver.ask(rag(policy))[0]
-
-
-def _node(driver: Driver, number: int) -> int:
-    from sgl_blend.engine.tree import match_prefix, node_number
-
-    path = array("q", SYSTEM + CHUNKS[number])
-    tree = driver.scheduler.tree_cache
-    return node_number(match_prefix(tree, path, salt=driver.chunk_salt(), extra_key=None))
 
 
 @pytest.mark.parametrize("policy", ["funnel", "remembered"])
@@ -177,7 +178,7 @@ def _twice(driver: Driver) -> list[int]:
 
 
 def _forgets(driver: Driver, how: str) -> list[int]:
-    """Return the layer rows of a request: with a memory, after it is lost, and once it is back."""
+    """Return the layer rows of a request: with a memory, after its chunks are gone, and once more."""
     driver.settle()
     driver.flush()
     rows = _twice(driver)[1:]
@@ -189,10 +190,15 @@ def _forgets(driver: Driver, how: str) -> list[int]:
     return rows + _twice(driver)
 
 
-@pytest.mark.parametrize("how", ["flush", "evict"])
-def test_a_memory_is_gone_with_its_chunk(start_engine: StartEngine, how: str) -> None:
-    before, lost, back = start_engine().call(_forgets, how)
+def test_a_flush_forgets_what_is_remembered(start_engine: StartEngine) -> None:
+    before, lost, back = start_engine().call(_forgets, "flush")
     assert before == back < lost
+
+
+def test_a_memory_outlives_its_kv(start_engine: StartEngine) -> None:
+    """Law L4: what is built again is the same, bit for bit, so it deviates as it did."""
+    before, rebuilt, again = start_engine().call(_forgets, "evict")
+    assert before == rebuilt == again
 
 
 def _loses_chunks_alone(driver: Driver) -> tuple[list[int], int]:
@@ -200,7 +206,7 @@ def _loses_chunks_alone(driver: Driver) -> tuple[list[int], int]:
     driver.settle()
     driver.flush()
     rows = _twice(driver)[1:]
-    driver.runtime._memories.clear()  # as if their nodes were others
+    driver.runtime._memories.clear()  # as if others had taken its places
     before = _describe(driver)["build_steps"]
     return rows + _twice(driver), _describe(driver)["build_steps"] - before
 
@@ -280,3 +286,90 @@ def test_a_chunk_stays_while_a_probe_of_it_is_in_flight(start_engine: StartEngin
     """What is found out goes to its slots: by then they must not belong to another."""
     engine = start_engine(disable_overlap_schedule=False)
     assert engine.call(_evicted_meanwhile) == (0, 0)
+
+
+X, Y = random_tokens(63, 100), random_tokens(64, 60)
+FIRST = random_tokens(62, 40)
+Differences = tuple[float, float]
+
+
+def _short(policy: str) -> Prompt:
+    return rag_prompt(SYSTEM, [FIRST, X], QUESTION, params=_params(policy))
+
+
+def _longer(policy: str) -> Prompt:
+    """Its second chunk begins with the other's."""
+    return rag_prompt(SYSTEM, [FIRST, X + Y], QUESTION, params=_params(policy))
+
+
+def _later_prefix(policy: str) -> Prompt:
+    """Its build prefix ends within the other's chunk."""
+    segments = [SYSTEM + X[:10], random_tokens(65, 40), X[10:] + Y, QUESTION]
+    return Prompt(segments, [1, 2], params=_params(policy))
+
+
+def _params(policy: str) -> dict[str, Any]:
+    return {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.15}
+
+
+def _meet(driver: Driver, policy: str, how: str) -> Differences:
+    """Ask, meet a request whose chunk shares slots with the first one's, and ask again twice.
+
+    Returns:
+        How far the second and the third answer are from the first.
+    """
+    driver.settle()
+    driver.flush()
+    cold = driver.ask(_short(policy))[0]
+    driver.settle()
+    other = driver.submit((_later_prefix if how == "later prefix" else _longer)(policy))
+    if how == "later prefix":
+        driver.run_until(other.finished)
+    else:
+        driver.run_until(lambda: _is_half_probed(driver, len(X + Y)))
+    if how == "aborted":
+        from sglang.srt.managers.io_struct import AbortReq
+
+        driver.scheduler.abort_request(AbortReq(rid=other.rid))
+        driver.settle()
+    answers = [driver.ask(_short(policy))[0]]
+    driver.settle()
+    answers += driver.ask(_short(policy))
+    driver.settle()
+    found = [largest_difference(cold.logprobs[0], answer.logprobs[0]) for answer in answers]
+    return found[0], found[1]
+
+
+def _is_half_probed(driver: Driver, length: int) -> bool:
+    steps = list(driver.runtime.prober.in_flight.values())
+    return any(
+        step.is_last and step.key.number == 0 and step.key.chunk.length == length for step in steps
+    )
+
+
+@pytest.mark.parametrize("how", ["later prefix", "beside", "aborted"])
+@pytest.mark.parametrize("policy", ["funnel", "remembered"])
+def test_chunks_that_begin_alike_do_not_share_a_memory(
+    start_engine: StartEngine, policy: str, how: str
+) -> None:
+    engine = start_engine(
+        blend_on_miss="build", chunked_prefill_size=256, disable_overlap_schedule=False
+    )
+    assert max(engine.call(_meet, policy, how)) <= TOLERANCE
+
+
+def test_what_was_remembered_first_makes_room() -> None:
+    store: Any = None  # nothing is looked up
+    memories = Memories(store, VOCAB_SIZE, 100)
+    draw, newest = random.Random(0), []
+    for number in range(500):
+        key = ChunkKey("salt", None, b"", bytes(8 * number + 8))
+        memories._entries[key] = memories._make_room(draw.randint(1, 60))
+        newest.append(key)
+        entries = list(memories._entries.values())
+        taken = [place for one in entries for place in range(one.place, one.place + one.length)]
+        assert len(set(taken)) == len(taken), "a place was taken twice"
+        assert set(taken) <= set(range(100)), "there is no such place"
+        assert list(memories._entries) == newest[-len(entries) :], "it was not the oldest"
+        # What makes room lies within the new one's places, or behind the last of the ring's.
+        assert number < 10 or len(taken) >= 20

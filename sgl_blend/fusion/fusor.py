@@ -164,7 +164,7 @@ class Fusor:
             own = own[: seen.stored_slots.numel()]
             _, v_pool = self._layout.layer(check)
             squared = self._tp_group.sum(kv_deviation_at(v_pool, own, v_pool, seen.stored_slots))
-            self._memory.write(seen.stored_slots, squared, first=seen.first)
+            self._memory.write(seen.place, squared, first=seen.first)
         return empty_output(runner, forward_batch)
 
     def _run_selecting(self, batch: ForwardBatch, backend: BlendAttention, plan: HostPlan) -> int:
@@ -298,7 +298,8 @@ class Fusor:
         ]
         remembered = given = candidates.priorities
         if any(selecting):
-            remembered = self._memory.read(candidates.source_slots)
+            assert plan.places is not None, "a policy here trusts a memory"
+            remembered = self._memory.read(plan.places.tensor)
             if plan.unknown is not None:
                 remembered = remembered + plan.unknown.tensor
         assert remembered is not None, "what skips full layers has priorities"

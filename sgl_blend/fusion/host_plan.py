@@ -145,6 +145,8 @@ class HostPlan:
         stored_positions: int64 [candidates], the positions their keys were rotated for.
         priorities: float32 [candidates], for policies that choose by no layer, else 0; None if there
             is no such policy.
+        places: int64 [candidates], where their memories are, 0 without one; None if no policy trusts
+            any.
         unknown: float32 [candidates], NaN where nothing is remembered of a token, else 0; None if
             that matters for none.
         decided: float32 [candidates], NaN for rows that go on whatever their priority is, else 0;
@@ -162,6 +164,7 @@ class HostPlan:
     positions: Staged
     stored_positions: Staged
     priorities: Staged | None
+    places: Staged | None
     unknown: Staged | None
     decided: Staged | None
     early: Reduction | None

@@ -19,41 +19,49 @@ class Probed:
     Attributes:
         stored_slots: int64 [n], where its KV lies.
         begin: Where it begins in the request that prefills it.
+        place: Where in the memory its first token is.
         first: Whether nothing is remembered of it yet.
     """
 
     stored_slots: torch.Tensor
     begin: int
+    place: int
     first: bool
 
 
 class DeviationMemory:
-    """Per slot of the pool a deviation, on the pool's device; who reads it knows which slots have one.
+    """Deviations of tokens, on the pool's device; who reads it knows what lies where.
+
+    A token of the pool may have several: chunks that begin alike share slots, not memories.
 
     A deviation is the distance of V in the check layer, over all heads of all ranks. Its root is kept,
     so that float16 holds what a squared distance would not fit into.
 
     Args:
-        num_slots: Slots of the pool.
+        num_tokens: How many it holds.
         device: Where the pool lies.
     """
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._values = torch.zeros(num_slots, dtype=torch.float16, device=device)
+    def __init__(self, num_tokens: int, device: torch.device) -> None:
+        self._values = torch.zeros(num_tokens, dtype=torch.float16, device=device)
 
-    def write(self, slots: torch.Tensor, squared: torch.Tensor, *, first: bool) -> None:
-        """Remember how much tokens deviated in one more context; waits for nothing.
+    def __len__(self) -> int:
+        return self._values.numel()
+
+    def write(self, place: int, squared: torch.Tensor, *, first: bool) -> None:
+        """Remember how much the tokens of a chunk deviated in one more context; waits for nothing.
 
         Args:
-            slots: int64 [n], where their KV is stored.
+            place: Of the first token.
             squared: float32 [n], squared distances.
             first: Whether nothing is known of these tokens yet.
         """
         distances = squared.sqrt().clamp(max=torch.finfo(torch.float16).max).half()
+        there = self._values[place : place + distances.numel()]
         if not first:
-            distances = torch.maximum(distances, self._values[slots])
-        self._values[slots] = distances
+            distances = torch.maximum(distances, there)
+        there.copy_(distances)
 
-    def read(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the largest distance of each token so far, float32 [n]; slots is int64 [n]."""
-        return self._values[slots].float()
+    def read(self, places: torch.Tensor) -> torch.Tensor:
+        """Return the largest distance of each token so far, float32 [n]; places is int64 [n]."""
+        return self._values[places].float()

@@ -37,14 +37,15 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         stop: Position one past the last token.
         source_start: Position its first key was rotated for, which is its place in the stored path.
         source: Where the KV of the stored path lies.
-        remembered: Whether it is remembered how much each token deviated in other contexts.
+        place: Where it is remembered how much each token deviated in other contexts (the first one's
+            place in the DeviationMemory); None if it is not.
     """
 
     start: int
     stop: int
     source_start: int
     source: KVSource
-    remembered: bool = False
+    place: int | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -54,6 +55,11 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         """int64 [length], pool slots of the stored KV, on the pool's device."""
         return self.source.take(self.source_start, self.source_start + len(self))
 
+    @property
+    def remembered(self) -> bool:
+        """Whether its tokens have a memory."""
+        return self.place is not None
+
     def clip(self, start: int, stop: int) -> "ReusedSpan | None":
         """Return the part inside [start, stop), or None if there is none."""
         if start <= self.start and self.stop <= stop:
@@ -61,8 +67,9 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return None
-        moved = self.source_start + start - self.start
-        return ReusedSpan(start, stop, moved, self.source, self.remembered)
+        gone = start - self.start
+        place = None if self.place is None else self.place + gone
+        return ReusedSpan(start, stop, self.source_start + gone, self.source, place)
 
 
 @dataclass(frozen=True, slots=True)

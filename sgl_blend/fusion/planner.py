@@ -80,6 +80,7 @@ class Planner:
             positions=self._stage(positions),
             stored_positions=self._stage(stored),
             priorities=self._priorities(groups),
+            places=self._places(blended),
             unknown=unknown,
             decided=decided,
             early=early,
@@ -216,6 +217,14 @@ class Planner:
         for first, values in found.items():
             priorities[first : first + len(values)] = values.numpy()
         return self._stage(priorities)
+
+    def _places(self, blended: Sequence[tuple[int, StepPlan]]) -> Staged | None:
+        if not any(POLICIES[step.policy].trusts_memory for _, step in blended):
+            return None
+        spans = [span for _, step in blended for span in step.spans]
+        places = _ranges([span.place or 0 for span in spans], [len(span) for span in spans])
+        known = np.repeat([span.remembered for span in spans], [len(span) for span in spans])
+        return self._stage(np.where(known, places, 0))
 
     def _marks(
         self, blended: Sequence[tuple[int, StepPlan]]
