@@ -95,7 +95,8 @@ def wait_until_idle(server: Server, tally: Tally) -> None:
         time.sleep(0.5)
         info = server.info()
         pool = info["pool"]
-        idle = info["chunks_pending"] == 0 and pool["locked"] == 0
+        pending = info["chunks_pending"] + info["probes_pending"]
+        idle = pending == 0 and pool["locked"] == 0
         if idle and pool["free"] + pool["evictable"] == pool["capacity"]:
             tally.counts["idle checks"] += 1
             return

@@ -149,8 +149,9 @@ class Operator:
     async def _flush(self, method: str = "POST", timeout_s: int = 0) -> None:
         await self._call(f"/flush_cache?timeout={timeout_s}", None, method)
         info = await self._info()
-        empty = info["chunks_pending"] == 0 and info["pool"]["free"] == info["pool"]["capacity"]
-        self._tally.expect(empty, f"a flush left {info['chunks_pending']} chunks, {info['pool']}")
+        pending = info["chunks_pending"] + info["probes_pending"]
+        empty = pending == 0 and info["pool"]["free"] == info["pool"]["capacity"]
+        self._tally.expect(empty, f"a flush left {pending} builds and probes, {info['pool']}")
 
     async def _flush_beside(self) -> None:
         response = await self._http.post("/flush_cache")

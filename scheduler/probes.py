@@ -19,6 +19,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput
 from sgl_blend.engine.tree import TreeLock
@@ -86,7 +87,7 @@ class Memories:
 
     def __init__(self, store: ChunkStore, vocab_size: int, num_tokens: int) -> None:
         self._store = store
-        self._texts = made_up_texts(vocab_size)
+        self._texts = tuple(made_up_texts(vocab_size))
         self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
         self._num_tokens = num_tokens
         self._next = 0
@@ -102,13 +103,13 @@ class Memories:
             ProbeKey(
                 probe_salt_of(chunk.salt),
                 chunk.extra_key,
-                chunk.prefix + text,
+                prefix,
                 chunk.tokens,
                 chunk,
                 number,
             )
             for chunk in chunks
-            for number, text in enumerate(self._texts)
+            for number, prefix in enumerate(_texts_after(chunk.prefix, self._texts))
         ]
 
     def place_of(self, hit: ChunkHit) -> int | None:
@@ -157,6 +158,12 @@ class Memories:
     def _forget_while(self, is_in_the_way: Callable[[_Entry], bool]) -> None:
         while self._entries and is_in_the_way(next(iter(self._entries.values()))):
             self._entries.popitem(last=False)
+
+
+@lru_cache(maxsize=64)
+def _texts_after(prefix: bytes, texts: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    """Return the build prefixes of probes; a prompt asks for the same ones with every chunk."""
+    return tuple(prefix + text for text in texts)
 
 
 class ProbeSteps(StepPlanner):

@@ -40,7 +40,7 @@ def plan_of(
     num_reused: int, ratio: float, policy: str, found: RowSizes, others: int, remembered: int = 0
 ) -> BlendPlan:
     path = PoolSlots(torch.arange(num_reused + 1))
-    spans = [(0, remembered, True), (remembered, num_reused, False)]
+    spans = [(0, remembered, 0), (remembered, num_reused, None)]
     return BlendPlan(
         exact=None,
         spans=tuple(ReusedSpan(a, b, a, path, mark) for a, b, mark in spans if a < b),

@@ -209,7 +209,7 @@ SERVED = (
     Feature(
         "CUDA graphs of blended layers, and weight updates",
         "given up with a warning if weights come to lie elsewhere",
-        "tests/test_graphs.py; not run on a GPU yet",
+        "tests/test_graphs.py, not run on a GPU yet",
     ),
     Feature(
         "decode graphs, torch.compile of decoding",
