@@ -36,9 +36,8 @@ class ForegroundBuilds:
     ) -> None:
         self._store = store
         self._capacity = capacity
-        self._slack = (
-            store.page_size + 1
-        )  # pages that are not full, and what SGLang asks for on top
+        # Pages that are not full, and what SGLang asks for on top.
+        self._slack = store.page_size + 1
         self._builder = builder
         self._prober = prober
         self._memories = memories
