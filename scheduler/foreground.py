@@ -61,6 +61,11 @@ class ForegroundBuilds:
         Not if the pool cannot hold a probe beside all of them. That is told from lengths alone: what
         was remembered for other requests must not change an answer.
         """
+        if state.goes_by_memory is None:
+            state.goes_by_memory = self._has_room_for_probes(state)
+        return state.goes_by_memory
+
+    def _has_room_for_probes(self, state: RequestState) -> bool:
         if not POLICIES[state.policy].trusts_memory or not state.keys:
             return False
         chunks = dict.fromkeys(state.keys)
@@ -103,9 +108,11 @@ class ForegroundBuilds:
             return stop_verdict()
         builder = self._builder_of(missing[0])
         held = [self._store.lock(hit.match) for hit in lookup.hits]
-        num_admitted = builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add)
-        for lock in held:
-            self._store.unlock(lock)
+        try:
+            num_admitted = builder.build_now(list(dict.fromkeys(missing)), adder, attempt.add)
+        finally:
+            for lock in held:
+                self._store.unlock(lock)
         if num_admitted > 0:
             state.build_rounds += 1
             return waiting_verdict(state)

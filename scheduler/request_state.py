@@ -44,6 +44,7 @@ class RequestState:
         build_rounds: How often builds of its chunks were admitted while it waits.
         builds_alone: Whether nobody else is admitted meanwhile, because they did not stay otherwise.
         waits_for: What it was found to lack when builds for it were last tried.
+        goes_by_memory: Whether it goes by what is remembered of its chunks; None until that is asked.
         copied_tokens: Tokens of the present admission whose KV was copied.
         told_tokens: How many of them SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
@@ -73,6 +74,7 @@ class RequestState:
     build_rounds: int = 0
     builds_alone: bool = False
     waits_for: tuple[ChunkKey, ...] = ()
+    goes_by_memory: bool | None = None
     copied_tokens: int = 0
     told_tokens: int = 0
     admissions: int = 0

@@ -1,6 +1,7 @@
 """The first half hour on a GPU is planned so that its calls end in time."""
 
 import json
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tools.gpu_run import (
     Step,
     Steps,
     main,
+    run,
     run_or_retry,
 )
 
@@ -123,6 +125,21 @@ def test_a_step_is_ended_at_its_limit_and_not_begun_too_late(
 
     assert run_or_retry(step, tmp_path, time.monotonic() + 200) == "over 1 s"
     assert run_or_retry(step, tmp_path, time.monotonic() + GRACE_S) == "no time left"
+
+
+def test_a_step_of_a_background_job_obeys_the_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.gpu_run.LEAST_S", 0.5)
+    begun = time.monotonic()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ended = run(Step("one", python("import time; time.sleep(60)"), 1.0), tmp_path, 1.0)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+    assert ended == "over 1 s"
+    assert time.monotonic() - begun < GRACE_S / 2
 
 
 def test_each_step_is_saved_when_it_ends(

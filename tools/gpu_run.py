@@ -233,9 +233,9 @@ def run(step: Step, out: Path, limit_s: float) -> str:
     """Run a step; return how it ended."""
     settings = [f"{name}={value}" for name, value in step.environment]
     with (out / f"{step.name}.log").open("a") as log:
-        process = subprocess.Popen(
-            ["env", *settings, *step.command], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-        )
+        # A shell's background jobs ignore interrupts, and so would their children.
+        command = ["env", "--default-signal=INT", *settings, *step.command]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
