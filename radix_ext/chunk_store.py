@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from sgl_blend.engine.objects import Req, Tree
+from sgl_blend.engine.objects import Handle, Req, Tree
 from sgl_blend.engine.requests import match_again
+from sgl_blend.engine.tiers import HostMatch, has_host_tier, load_back, match_host
 from sgl_blend.engine.tree import (
     TreeLock,
     TreeMatch,
@@ -176,12 +177,34 @@ class ChunkStore:
         match_again(req, self._tree)
 
     def is_complete(self, key: ChunkKey) -> bool:
-        """Tell whether as much of a chunk is stored as the tree's pages can hold; it counts as used."""
+        """Tell whether as much of a chunk is on the device as pages can hold; it counts as used."""
         path = key.path
         if len(path) < self._page_size:
             return True
         found = match_prefix(self._tree, path, salt=key.salt, extra_key=key.extra_key)
-        return len(found) >= len(path) // self._page_size * self._page_size
+        return len(found) >= self.whole_pages(len(path))
+
+    @property
+    def has_host_tier(self) -> bool:
+        """Whether what is evicted goes to host memory."""
+        return has_host_tier(self._tree)
+
+    def find_on_host(self, key: ChunkKey) -> HostMatch | None:
+        """Return a chunk that lies in host memory, as far as it is not on the device.
+
+        It counts as used. None if not all of its pages are stored, or none of them is on the host.
+        """
+        path = key.path
+        found = match_host(self._tree, path, salt=key.salt, extra_key=key.extra_key)
+        stored = found.device_tokens + found.host_tokens
+        return found if found.host_tokens and stored >= self.whole_pages(len(path)) else None
+
+    def load(self, found: HostMatch) -> bool:
+        """Bring a chunk back beside the next forward; return whether there was room.
+
+        What is found on the device from then on includes it, and it stays until it is there.
+        """
+        return load_back(self._tree, found)
 
     def stored_tokens(self, path: array[int], *, salt: str, extra_key: str | None) -> int:
         """Return how many tokens of a path are stored, from its beginning on."""
@@ -214,6 +237,10 @@ class ChunkStore:
     def lock(self, match: TreeMatch) -> TreeLock:
         """Keep a match's KV in place until unlock."""
         return lock_node(self._tree, match.node)
+
+    def lock_node(self, node: Handle) -> TreeLock:
+        """Keep the KV of a node and its ancestors in place until unlock."""
+        return lock_node(self._tree, node)
 
     def unlock(self, held: TreeLock) -> None:
         """Let the tree evict the KV again."""

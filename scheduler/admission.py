@@ -38,6 +38,7 @@ from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.compute_budget import Allowance
 from sgl_blend.scheduler.foreground import ForegroundBuilds, waiting_verdict
+from sgl_blend.scheduler.host_tier import HostTier
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.probes import Memories
@@ -76,6 +77,7 @@ class Admission:
         self._cost_model = cost_model
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
+        self._host = HostTier(store, self._lookups) if store.has_host_tier else None
 
     def add(self, attempt: AdmissionAttempt) -> Verdict:
         """Admit a request with whatever plan it can have; return SGLang's verdict."""
@@ -89,6 +91,8 @@ class Admission:
             return waiting_verdict(state)  # and it is not looked up meanwhile
         with phase(Phase.MATCH):
             lookup = self._lookups.look_up(req, state)
+            if self._host is not None:
+                lookup = self._host.bring_back(attempt, lookup)
         place_of = self._place_of(state)
         if self._build_first and (missing := self._foreground.missing(state, lookup)):
             verdict = self._foreground.build(attempt, missing, lookup)

@@ -27,7 +27,15 @@ from sgl_blend.engine.objects import (
 )
 from sgl_blend.engine.orders import is_order, may_end_weight_update
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of
-from sgl_blend.engine.rounds import StateReply, Updater, is_prefill, scheduler_of, show_state
+from sgl_blend.engine.rounds import (
+    StateReply,
+    Updater,
+    is_decoding,
+    is_prefill,
+    scheduler_of,
+    show_state,
+)
+from sgl_blend.engine.tiers import finish_loads
 from sgl_blend.engine.tree import tokens_to_evict, tree_of
 from sgl_blend.scheduler.request_state import ATTRIBUTE, RequestState, state_of
 from sgl_blend.scheduler.runtime import BlendRuntime
@@ -97,9 +105,12 @@ def around_get_new_batch_prefill(
         return orig(scheduler, running_batch, *args, **kwargs)
     runtime.rounds.begin(running_batch)
     try:
-        return orig(scheduler, running_batch, *args, **kwargs)
+        batch = orig(scheduler, running_batch, *args, **kwargs)
     finally:
         runtime.rounds.end()
+    if batch is None and not is_decoding(running_batch):
+        finish_loads(tree_of(scheduler))
+    return batch
 
 
 def around_add_one_req(

@@ -46,6 +46,7 @@ class RequestState:
         waits_for: What it was found to lack when builds for it were last tried.
         goes_by_memory: Whether it goes by what is remembered of its chunks; None until that is asked.
         copied_tokens: Tokens of the present admission whose KV was copied.
+        host_tokens: Tokens that were brought back from host memory for it since it waits.
         told_tokens: How many of them SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
@@ -76,6 +77,7 @@ class RequestState:
     waits_for: tuple[ChunkKey, ...] = ()
     goes_by_memory: bool | None = None
     copied_tokens: int = 0
+    host_tokens: int = 0
     told_tokens: int = 0
     admissions: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
@@ -144,7 +146,13 @@ class RequestState:
         self.steps.clear()
         self.copied_tokens = self.told_tokens = 0
         self.admissions += 1
-        self.report = self._new_report(chunk_hits=hits, chunk_misses=misses, fallback=fallback)
+        self.report = self._new_report(
+            chunk_hits=hits,
+            chunk_misses=misses,
+            host_tokens=self.host_tokens,
+            fallback=fallback,
+        )
+        self.host_tokens = 0
 
     def count_step(
         self, start: int, stop: int, step: StepPlan | None, *, layers: LayerSplit, last: bool

@@ -13,6 +13,7 @@ _COUNTED = (
     "computed_tokens",
     "chunk_hits",
     "chunk_misses",
+    "host_tokens",
 )
 COUNTERS = {
     "requests": "Requests whose prefill is done.",
@@ -24,6 +25,7 @@ COUNTERS = {
     "computed_tokens": "Prompt tokens that were prefilled as usual.",
     "chunk_hits": "Chunks of which KV was reused.",
     "chunk_misses": "Chunks that were not stored.",
+    "host_tokens": "Tokens of chunks that were brought back from host memory.",
 }
 """Prometheus counters of all requests; each is named ``sgl_blend:NAME_total``."""
 FALLBACK_COUNTER = "Requests not blended, by reason."

@@ -20,6 +20,7 @@ class BlendReport(msgspec.Struct, kw_only=True):
             times layers.
         chunk_hits: Chunks after the prefix of which KV was found.
         chunk_misses: Chunks after the prefix that were not stored.
+        host_tokens: Tokens of chunks that were brought back from host memory for it.
         policy: The policy that chose the recomputed tokens.
         ratio: Share of the tokens of reused chunks that was to be recomputed.
         fallback: Code of the reason why no chunk was reused at another place; None if one was.
@@ -33,6 +34,7 @@ class BlendReport(msgspec.Struct, kw_only=True):
     layer_rows: int = 0
     chunk_hits: int = 0
     chunk_misses: int = 0
+    host_tokens: int = 0
     policy: str
     ratio: float
     fallback: FallbackReason | None = None

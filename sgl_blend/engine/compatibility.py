@@ -78,9 +78,14 @@ REFUSALS = (
         "prefill and decode on separate servers are not tested",
     ),
     Refusal(
-        "--enable-hierarchical-cache",
-        _is_set("enable_hierarchical_cache"),
-        "chunks on the host are not loaded back yet",
+        "--hicache-storage-backend",
+        _is_set("hicache_storage_backend"),
+        "what is read from storage is not checked yet",
+    ),
+    Refusal(
+        "--hicache-host-memory-mode",
+        lambda args: getattr(args, "hicache_host_memory_mode", "cache") != "cache",
+        "chunks stay in host memory only if it is a cache",
     ),
     Refusal(
         "--radix-eviction-policy",

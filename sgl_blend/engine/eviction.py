@@ -68,11 +68,3 @@ def raise_rank(
     params = Params(**{name: value for name, value in given.items() if name in known})
     setattr(params, _RANK, rank)
     tree.insert(params)
-
-
-def insert_targets() -> list[str]:
-    """Return the methods through which something is stored in SGLang's trees."""
-    return [
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.insert",
-        "sglang.srt.mem_cache.radix_cache.RadixCache.insert",
-    ]

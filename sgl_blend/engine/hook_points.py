@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sgl_blend.engine.eviction import insert_targets
-from sgl_blend.engine.tree_branch import eviction_targets, reset_targets
+from sgl_blend.engine.tree_branch import eviction_targets, insert_targets, reset_targets
 from sgl_blend.engine.versions import Features, check_version
 from sgl_blend.errors import UnsupportedError
 

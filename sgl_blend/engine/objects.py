@@ -30,6 +30,9 @@ class Tree(Protocol):
     inc_lock_ref: Callable[..., Any]
     dec_lock_ref: Callable[..., Any]
     insert: Callable[..., Any]
+    cache_controller: Any  # with a host tier
+    load_back: Callable[..., Any]
+    ready_to_load_host_cache: Callable[..., int]
     evictable_size: Callable[..., int]
     protected_size: Callable[..., int]
 
@@ -122,6 +125,8 @@ class PrefillAdder(Protocol):
     new_chunked_req: Any
     rem_input_tokens: int
     rem_chunk_tokens: int | None
+    rem_total_tokens: int
+    cur_rem_tokens: int
     chunked_req_limit: int | None  # since 0.5.21
     page_size: int
     budget_state: Callable[..., Verdict]

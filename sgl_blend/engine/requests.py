@@ -223,6 +223,11 @@ def prefix_length(req: Req) -> int:
     return len(req.prefix_indices) if features().match_has_slots else int(req.prefix_len)
 
 
+def host_hit_length(req: Req) -> int:
+    """Return how many tokens after its prefix SGLang finds in host memory."""
+    return int(req.host_hit_length)
+
+
 def set_prefix(req: Req, found: TreeMatch) -> None:
     """Give a request that is not admitted yet another prefix of the tree."""
     if features().match_has_slots:

@@ -74,14 +74,25 @@ def match_prefix(
     limit: int | None = None,
 ) -> TreeMatch:
     """Find the longest prefix of token_ids stored on the device in one namespace; it counts as used."""
-    key = tree_key(token_ids, salt=salt, extra_key=extra_key, limit=limit)
-    result = tree.match_prefix(_match_types()[1](key=key))
+    result = prefix_match(tree, tree_key(token_ids, salt=salt, extra_key=extra_key, limit=limit))
     node = result.last_device_node
     if features().match_has_slots:
         slots = result.device_indices
         return TreeMatch(node, slots.numel(), known=slots)
     stop = result.device_prefix_len
     return TreeMatch(node, stop, known=tree.path_device_indices(node)[:stop])
+
+
+def prefix_match(tree: Tree, key: Any) -> Any:
+    """Return SGLang's MatchResult for a path; it counts as used."""
+    return tree.match_prefix(_match_types()[1](key=key))
+
+
+def prefix_tokens(result: Any) -> int:
+    """Return how many tokens of a match are on the device."""
+    if features().match_has_slots:
+        return int(result.device_indices.numel())
+    return int(result.device_prefix_len)
 
 
 def tree_key(

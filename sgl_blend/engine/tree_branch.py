@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 
 from sgl_blend.engine.objects import Tree
+from sgl_blend.engine.tiers import has_host_tier
 from sgl_blend.engine.tree import TOKEN_BYTES, TreeMatch, match_prefix, tree_key
 
 _FULL = 0
@@ -80,14 +82,20 @@ def make_check(tree: Tree) -> Callable[[Sequence[TreeMatch]], list[bool]]:
 
     It may say no where it cannot know. In a UnifiedRadixCache nodes have numbers that are never given
     again, not even after a reset, and a node that was split has fewer tokens. So a node of the same
-    number and length is the same node. That holds while evicted nodes leave the tree: a server with a
-    host tier, which would keep them, is refused at start.
+    number and length is the same node. With a host tier evicted nodes stay in the tree, so there each
+    is asked whether its KV is on the device, too.
     """
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
     core: Any = getattr(tree, "tree_core", None)
     if _is_known_rust(core):
-        return lambda found: _check_lengths(core._binding.get_node_key_lengths, found)
+        lengths_of = core._binding.get_node_key_lengths
+        if not has_host_tier(tree):
+            return lambda found: _check_lengths(lengths_of, found)
+        return lambda found: [
+            there and not core.is_full_device_evicted(one.node)
+            for one, there in zip(found, _check_lengths(lengths_of, found), strict=True)
+        ]
     if type(core) is UnifiedTreeCore:
         return lambda found: [_check_value(core.get_component_device_value, one) for one in found]
     return lambda found: [False] * len(found)
@@ -309,15 +317,25 @@ def eviction_targets() -> list[str]:
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
     unified = "_evict" if hasattr(UnifiedRadixCache, "_evict") else "evict"
-    return [
-        f"sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.{unified}",
-        "sglang.srt.mem_cache.radix_cache.RadixCache.evict",
-    ]
+    return [f"{_UNIFIED_TREE}.{unified}", *(f"{tree}.evict" for tree in _plain_trees())]
 
 
 def reset_targets() -> list[str]:
     """Return the methods through which SGLang's trees forget everything."""
-    return [
-        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset",
-        "sglang.srt.mem_cache.radix_cache.RadixCache.reset",
-    ]
+    return [f"{tree}.reset" for tree in (_UNIFIED_TREE, *_plain_trees())]
+
+
+def insert_targets() -> list[str]:
+    """Return the methods through which something is stored in SGLang's trees."""
+    return [f"{tree}.insert" for tree in (_UNIFIED_TREE, *_plain_trees())]
+
+
+_UNIFIED_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
+
+def _plain_trees() -> list[str]:
+    """Return the other classes of trees; 0.5.17 has one of its own for a host tier."""
+    trees = ["sglang.srt.mem_cache.radix_cache.RadixCache"]
+    if find_spec("sglang.srt.mem_cache.hiradix_cache") is not None:
+        trees.append("sglang.srt.mem_cache.hiradix_cache.HiRadixCache")
+    return trees

@@ -7,7 +7,7 @@ through ragged_attention. A gradual policy selects again in layers above, among 
 What the dropped rows would have written lies in the pool already, copied from their chunks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,10 @@ class BlendAttention:
         dtype: torch.dtype,
         tp_group: TPGroup,
         kernel: RaggedKernel,
+        before_layer: Callable[[int], None] | None = None,
     ) -> None:
         self.inner = inner
+        self._before_layer = before_layer
         self.kept_rows = torch.empty(0, dtype=torch.int64)
         self._tp_group = tp_group
         self._neox = neox
@@ -151,6 +153,8 @@ class BlendAttention:
             [rows, heads * v_head_dim]; where rows are selected, of the kept rows only.
         """
         layer_id = layer_number(layer)
+        if self._before_layer is not None:
+            self._before_layer(layer_id)
         leaving = self._leaving if layer_id == self._leaves_at else None
         if self._plan is None and leaving is None:
             return attend(self.inner, q, k, v, layer, forward_batch, save_kv_cache, **kwargs)

@@ -45,11 +45,12 @@ from sgl_blend.engine.models import (
     residual_rows,
 )
 from sgl_blend.engine.objects import ForwardBatch, ModelOutput, ModelRunner
+from sgl_blend.engine.tiers import LayerLoads, loads_beside
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.attention import BlendAttention, Candidates, joined
 from sgl_blend.fusion.graphs import RowBucketGraphs
 from sgl_blend.fusion.host_plan import BatchShape, Group, HostPlan, Reduction
-from sgl_blend.fusion.kv_copier import KVCopier
+from sgl_blend.fusion.kv_copier import FollowingCopies, KVCopier
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
 from sgl_blend.fusion.memory import DeviationMemory, Probed
 from sgl_blend.fusion.phases import Phase, phase
@@ -111,17 +112,19 @@ class Fusor:
             moved = _Moved.of(batch, plan)
             self._take_exact_heads(batch, plan)
             candidates = self._candidates(plan, moved) if plan.groups else None
-        with phase(Phase.COPY):
-            self._copier.copy(self._copies_of_heads(plan, moved))
-        if candidates is not None and any(POLICIES[g.policy].prefills_first for g in plan.groups):
+        loads, heads = loads_beside(runner), self._copies_of_heads(plan, moved)
+        prefills = any(POLICIES[group.policy].prefills_first for group in plan.groups)
+        if loads is not None and prefills:
+            loads.wait_for_all()
+            loads = None
+        if loads is None:
+            self._copier.copy(heads)
+            heads = []
+        if candidates is not None and prefills:
             candidates = self._prefill_first(batch, plan, candidates)
+        following = self._start_copies(heads, plan, moved, candidates, loads)
         above = self.layers.check + 1
-        early = [group for group in plan.groups if group.drops_early]
-        copies = self._copies(plan.groups, range(above, self.layers.total), moved, candidates)
-        with phase(Phase.COPY):
-            self._copier.copy(self._copies(early, range(above), moved, candidates))
-            self._copier.start(copies)
-        backend = self._backend(batch, candidates)
+        backend = self._backend(batch, candidates, following)
         with forward_with(backend, batch):
             if plan.early is not None and candidates is not None:
                 backend.drop_early(plan.early, self._early_scores(plan.early, plan, candidates))
@@ -134,7 +137,7 @@ class Fusor:
                 phase(Phase.SHRUNK_LAYERS),
                 around_logits(runner, lambda: phase(Phase.LOGITS)),
             ):
-                logits = self._run_rest(batch, backend, plan, done)
+                logits = self._run_rest(batch, backend, plan, done, whole=following is None)
         return model_output(logits)
 
     def probe(self, forward_batch: ForwardBatch, seen: Probed | None) -> ModelOutput:
@@ -150,6 +153,8 @@ class Fusor:
             below is in the pool; what lies above means nothing.
         """
         runner, check = self._runner, self.layers.check
+        if (loads := loads_beside(runner)) is not None:  # it does not pass the layers that wait
+            loads.wait_for_all()
         prepare(runner, forward_batch)
         batch = copy_batch(forward_batch)
         last = self._planner(batch).plan_probe(batch_device(batch))
@@ -185,11 +190,21 @@ class Fusor:
         return done
 
     def _run_rest(
-        self, batch: ForwardBatch, backend: BlendAttention, plan: HostPlan, done: int
+        self,
+        batch: ForwardBatch,
+        backend: BlendAttention,
+        plan: HostPlan,
+        done: int,
+        *,
+        whole: bool,
     ) -> object:
-        """Run the layers that select no more; return the logits."""
+        """Run the layers that select no more; return the logits.
+
+        While KV is still being loaded each layer waits for its own, so they are not run as a whole.
+        """
         last = self.layers.total - 1
-        graphs, scattered = self.graphs, plan.last is not None  # then rows were dropped
+        graphs = self.graphs if whole else None
+        scattered = plan.last is not None  # then rows were dropped
         if graphs is None or not graphs.run(batch, done, scattered=scattered):
             run_layers(self._runner, batch, last - done)
         if plan.last is None:
@@ -198,7 +213,12 @@ class Fusor:
         with residual_rows(self._modules[last], lambda: backend.kept_rows):
             return run_layers(self._runner, batch, 1)
 
-    def _backend(self, batch: ForwardBatch, candidates: Candidates | None) -> BlendAttention:
+    def _backend(
+        self,
+        batch: ForwardBatch,
+        candidates: Candidates | None,
+        following: FollowingCopies | None = None,
+    ) -> BlendAttention:
         return BlendAttention(
             attention_backend(self._runner),
             neox=self._rotation.neox,
@@ -207,6 +227,7 @@ class Fusor:
             dtype=model_dtype(self._runner),
             tp_group=self._tp_group,
             kernel=self._kernel,
+            before_layer=None if following is None else following.wait,
         )
 
     def _plan(self, batch: ForwardBatch, steps: Sequence[StepPlan | None]) -> HostPlan:
@@ -240,6 +261,37 @@ class Fusor:
             priorities=None if plan.priorities is None else plan.priorities.tensor,
             decided=None if plan.decided is None else plan.decided.tensor,
         )
+
+    def _start_copies(
+        self,
+        heads: list[Copy],
+        plan: HostPlan,
+        moved: "_Moved",
+        candidates: Candidates | None,
+        loads: LayerLoads | None,
+    ) -> FollowingCopies | None:
+        """Copy what the first layers need, and begin to copy the rest.
+
+        Args:
+            heads: Copies of exact heads that are still to be made.
+            plan: What the host knows of the forward.
+            moved: Where KV is copied from and to.
+            candidates: Rows that may be dropped.
+            loads: What is still being loaded.
+
+        Returns:
+            What each layer has to wait for, if KV is still being loaded.
+        """
+        above = self.layers.check + 1
+        early = [group for group in plan.groups if group.drops_early]
+        first = [*heads, *self._copies(early, range(above), moved, candidates)]
+        rest = self._copies(plan.groups, range(above, self.layers.total), moved, candidates)
+        with phase(Phase.COPY):
+            if loads is not None:
+                return self._copier.follow([*first, *rest], loads)
+            self._copier.copy(first)
+            self._copier.start(rest)
+        return None
 
     def _copies_of_heads(self, plan: HostPlan, moved: "_Moved") -> list[Copy]:
         """Return the copies that stand for exact heads, which stay at their positions."""

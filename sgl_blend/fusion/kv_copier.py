@@ -7,9 +7,11 @@ its own while the layers up to the check layer compute, and nothing waits for th
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
+from sgl_blend.engine.tiers import LayerLoads
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
 
 
@@ -45,3 +47,57 @@ class KVCopier:
         """Let this stream wait for what was started."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def follow(self, copies: Sequence[Copy], loads: LayerLoads) -> "FollowingCopies":
+        """Copy KV that is still being loaded, each layer once it is there.
+
+        The caller keeps the tensors of the copies until the last layer was waited for.
+        """
+        return FollowingCopies(self._layout, self._stream, copies, loads)
+
+
+class FollowingCopies:
+    """Copies that follow a load layer after layer, beside the forward that reads them.
+
+    On a GPU all of them are queued at once on the copier's stream; nothing waits on the host. On a CPU
+    each is made when its layer is waited for.
+
+    Args:
+        layout: The model's KV.
+        stream: To copy on; None on a CPU.
+        copies: What is copied.
+        loads: What must be there before.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        stream: torch.cuda.Stream | None,
+        copies: Sequence[Copy],
+        loads: LayerLoads,
+    ) -> None:
+        self._layout = layout
+        self._loads = loads
+        self._copies = copies
+        self._events: dict[int, torch.cuda.Event] = {}
+        if stream is None:
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for layer in sorted({layer for one in copies for layer in one.layers}):
+                self._copy(layer)
+                self._events[layer] = stream.record_event()
+
+    def wait(self, layer: int) -> None:
+        """Let this stream wait until a layer has everything that was copied; once for each layer."""
+        if self._layout.is_on_gpu:
+            if layer in self._events:
+                torch.cuda.current_stream().wait_event(self._events[layer])
+        else:
+            self._copy(layer)
+
+    def _copy(self, layer: int) -> None:
+        self._loads.wait(layer)
+        for one in self._copies:
+            if layer in one.layers:
+                self._layout.copy(replace(one, layers=range(layer, layer + 1)))

@@ -1,0 +1,104 @@
+"""HiCache: KV that left the device and waits in host memory, and its way back."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+from sgl_blend.engine.objects import Handle, ModelRunner, PrefillAdder, Req, Tree
+from sgl_blend.engine.requests import fill_ids, prefix_length
+from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
+
+
+@dataclass(frozen=True, slots=True)
+class HostMatch:
+    """The stored part of a path, its end in host memory.
+
+    Attributes:
+        node: The tree's handle of the last node.
+        device_tokens: Tokens from the beginning that are on the device.
+        host_tokens: Tokens after them that are in host memory alone.
+    """
+
+    node: Handle
+    device_tokens: int
+    host_tokens: int
+
+
+def has_host_tier(tree: Tree) -> bool:
+    """Tell whether what a tree evicts goes to host memory."""
+    return getattr(tree, "cache_controller", None) is not None
+
+
+def match_host(
+    tree: Tree, token_ids: array[int], *, salt: str | None, extra_key: str | None
+) -> HostMatch:
+    """Find the longest prefix of token_ids on the device or in host memory; it counts as used."""
+    result = prefix_match(tree, tree_key(token_ids, salt=salt, extra_key=extra_key))
+    return HostMatch(result.best_match_node, prefix_tokens(result), result.host_hit_length)
+
+
+def load_back(tree: Tree, found: HostMatch) -> bool:
+    """Bring KV back to the device before the next forward; return whether there was room.
+
+    The tree names its new slots from now on. The copy begins with the next batch of a prefill, and
+    each layer of that forward waits for its own part. Until then the KV is locked.
+    """
+    if found.host_tokens == 0:
+        return False
+    loaded = tree.load_back(found.node)
+    return loaded is not None and loaded is not False
+
+
+def tokens_to_spare(adder: PrefillAdder, req: Req) -> int:
+    """Return how many tokens the pool can take beside a request that is not admitted yet."""
+    from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+    needed = len(fill_ids(req)) - prefix_length(req) + adder.page_size
+    to_come = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+    return int(min(adder.rem_total_tokens - to_come, adder.cur_rem_tokens)) - needed
+
+
+def own_node(req: Req) -> Handle:
+    """Return the node at which the stored prefix of a request ends."""
+    return Handle(req.last_node)
+
+
+def finish_loads(tree: Tree) -> None:
+    """Bring back what waits for a batch, if anything does, and wait for it.
+
+    For a round in which no batch came and nothing runs. What waits is locked, and could keep the very
+    request out that it is for.
+    """
+    if not has_host_tier(tree) or not tree.cache_controller.load_queue:
+        return
+    index = tree.ready_to_load_host_cache()
+    tree.cache_controller.layer_done_counter.events[index].finish_event.synchronize()
+
+
+class LayerLoads:
+    """Loads that run beside a forward: layer after layer its KV comes into place.
+
+    Args:
+        counter: SGLang's LayerDoneCounter, which knows what the present forward reads.
+    """
+
+    def __init__(self, counter: Any) -> None:
+        self._counter = counter
+
+    def wait(self, layer: int) -> None:
+        """Let the current stream wait until a layer's KV is in place; on a CPU the caller waits."""
+        self._counter.wait_until(layer)
+
+    def wait_for_all(self) -> None:
+        """Let the current stream wait until all KV is in place."""
+        self._counter.wait_until(self._counter.num_layers - 1)
+
+
+def loads_beside(runner: ModelRunner) -> LayerLoads | None:
+    """Return the loads that the present forward must wait for; None if there are none."""
+    counter = getattr(runner.token_to_kv_pool, "layer_transfer_counter", None)
+    if counter is None or counter.consumer_index < 0:
+        return None
+    return LayerLoads(counter)
