@@ -19,6 +19,7 @@ from sgl_blend.engine.objects import Req, Verdict
 from sgl_blend.engine.requests import (
     brings_embeddings,
     fill_ids,
+    host_hit_length,
     is_beam,
     is_being_aborted,
     logprobs_from,
@@ -187,9 +188,8 @@ class Admission:
         reason: FallbackReason | None,
     ) -> Verdict:
         state, adder = attempt.state, attempt.adder
-        allowance = Allowance.grant(
-            adder, plan, prefix_length(attempt.req), len(fill_ids(attempt.req))
-        )
+        start = prefix_length(attempt.req) + host_hit_length(attempt.req)
+        allowance = Allowance.grant(adder, plan, start, len(fill_ids(attempt.req)))
         # Each step selects among its own rows, so the answer depends on where the prompt is cut: on
         # an idle server not at all, or as the first of its batch. (Not so with --enable-mixed-chunk,
         # where decoding requests take of the budget.)

@@ -30,7 +30,7 @@ from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of
 from sgl_blend.engine.rounds import (
     StateReply,
     Updater,
-    is_decoding,
+    is_idle_round,
     is_prefill,
     scheduler_of,
     show_state,
@@ -105,12 +105,12 @@ def around_get_new_batch_prefill(
         return orig(scheduler, running_batch, *args, **kwargs)
     runtime.rounds.begin(running_batch)
     try:
-        batch = orig(scheduler, running_batch, *args, **kwargs)
+        plan = orig(scheduler, running_batch, *args, **kwargs)
     finally:
         runtime.rounds.end()
-    if batch is None and not is_decoding(running_batch):
+    if is_idle_round(plan):
         finish_loads(tree_of(scheduler))
-    return batch
+    return plan
 
 
 def around_add_one_req(

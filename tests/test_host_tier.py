@@ -1,11 +1,23 @@
 """Chunks that were evicted to host memory come back, the same bytes, beside the forward."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch_cpu_hicache
+import torch_cpu_streams
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, rag_prompt, random_tokens
+from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, random_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sgl_blend.engine.admission import stop_verdict
+from sgl_blend.engine.tiers import finish_loads
+from sgl_blend.radix_ext.chunk_store import ChunkStore
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -15,6 +27,26 @@ SYSTEM = random_tokens(1, 20)
 CHUNKS = [random_tokens(10 + i, 60) for i in range(3)]
 QUESTION = random_tokens(99, 12)
 POOL = 1000
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+
+A_POLICY_OF_EACH_KIND = (
+    "funnel",
+    "hkvd",
+    "gradual",
+    "remembered",
+    "first-k",
+    "query-aware",
+    "oracle",
+    "exact-hkvd",
+)
+
+
+@dataclass
+class Warm:
+    """An answer that reused all chunks, and KV of one of them afterwards, by layer."""
+
+    answer: Answer
+    kv: list[Any]
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -33,27 +65,210 @@ def _push_out(driver: Driver) -> None:
     assert driver.runtime.describe()["pool"]["free"] == POOL
 
 
-def _ask_warm(driver: Driver, where: str) -> tuple[Answer, list[Any]]:
-    """Ask for chunks that were built, on the device or in host memory; return one chunk's KV, too."""
+@contextmanager
+def _slow_loads(layer_s: float) -> Iterator[None]:
+    """Let each layer take so long to come back."""
+    load = torch_cpu_hicache._TorchMoves.load_to_device_per_layer
+
+    def slow(*args: Any, **more: Any) -> None:
+        torch_cpu_streams.current_stream().submit(lambda: time.sleep(layer_s))
+        load(*args, **more)
+
+    with patch.object(torch_cpu_hicache._TorchMoves, "load_to_device_per_layer", slow):
+        yield
+
+
+def _store(driver: Driver, **rest: Any) -> None:
+    """Have all chunks built, and nothing else."""
     driver.settle()
     driver.flush()
-    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, **rest))
     driver.settle()
+
+
+def _other_order(**rest: Any) -> Prompt:
+    return rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 0, 1)], QUESTION, **rest)
+
+
+def _ask_warm(driver: Driver, where: str, layer_s: float = 0.0, **rest: Any) -> Warm:
+    """Ask for chunks that were built, on the device or in host memory."""
+    _store(driver, **rest)
     if where == "host":
         _push_out(driver)
-    (answer,) = driver.ask(rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 0, 1)], QUESTION))
+    with _slow_loads(layer_s):
+        (answer,) = driver.ask(_other_order(**rest))
     driver.settle()
-    return answer, driver.kv(SYSTEM + CHUNKS[1], driver.chunk_salt())
+    return Warm(answer, driver.kv(SYSTEM + CHUNKS[1], driver.chunk_salt()))
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@OVERLAP
 def test_evicted_chunks_come_back(start_engine: StartEngine, overlap: bool) -> None:
     engine = start_engine(**settings(disable_overlap_schedule=not overlap))
-    warm, kv = engine.call(_ask_warm, "device")
-    back, kv_back = engine.call(_ask_warm, "host")
+    warm = engine.call(_ask_warm, "device")
+    back = engine.call(_ask_warm, "host")
 
-    assert (warm.report["chunk_hits"], warm.report["host_tokens"]) == (3, 0)
-    assert back.report == {**warm.report, "host_tokens": 200}
-    assert back.logprobs == warm.logprobs
-    for layer, layer_back in zip(kv, kv_back, strict=True):
+    assert (warm.answer.report["chunk_hits"], warm.answer.report["host_tokens"]) == (3, 0)
+    assert back.answer.report == {**warm.answer.report, "host_tokens": 200}
+    assert back.answer.logprobs == warm.answer.logprobs
+    for layer, layer_back in zip(warm.kv, back.kv, strict=True):
         assert all(x.equal(y) for x, y in zip(layer, layer_back, strict=True))
+
+
+def _ask_with_each_policy(driver: Driver, where: str) -> dict[str, list[float]]:
+    found = {}
+    for name in A_POLICY_OF_EACH_KIND:
+        params = {"sgl_blend_policy": name}
+        answer = _ask_warm(driver, where, 0.005 if where == "host" else 0.0, params=params).answer
+        assert answer.report["host_tokens"] == (200 if where == "host" else 0), name
+        found[name] = answer.logprobs[0]
+    return found
+
+
+@OVERLAP
+def test_a_forward_waits_for_each_layer(start_engine: StartEngine, overlap: bool) -> None:
+    engine = start_engine(**settings(disable_overlap_schedule=not overlap, blend_eval=True))
+    assert engine.call(_ask_with_each_policy, "host") == engine.call(
+        _ask_with_each_policy, "device"
+    )
+
+
+def _ask_without_waiting(driver: Driver) -> Warm:
+    with patch("sgl_blend.engine.tiers.LayerLoads.wait", lambda loads, layer: None):
+        return _ask_warm(driver, "host", 0.02)
+
+
+def test_an_answer_shows_that_nobody_waited(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings())
+    warm, hasty = engine.call(_ask_warm, "device"), engine.call(_ask_without_waiting)
+    assert hasty.answer.report["host_tokens"] == 200
+    assert largest_difference(hasty.answer.logprobs[0], warm.answer.logprobs[0]) > 1e-3
+
+
+def _ask_in_pieces(driver: Driver, where: str) -> list[Answer]:
+    """Ask twice at once, cut into steps; the second finds on the device what the first brings back."""
+    _store(driver)
+    if where == "host":
+        _push_out(driver)
+    orders = ([2, 0, 1], [1, 2, 0])
+    with _slow_loads(0.02 if where == "host" else 0.0):
+        return driver.ask(*(rag_prompt(SYSTEM, [CHUNKS[i] for i in o], QUESTION) for o in orders))
+
+
+@OVERLAP
+def test_later_steps_and_others_wait_too(start_engine: StartEngine, overlap: bool) -> None:
+    engine = start_engine(**settings(disable_overlap_schedule=not overlap, chunked_prefill_size=64))
+    warm = engine.call(_ask_in_pieces, "device")
+    back = engine.call(_ask_in_pieces, "host")
+    assert [answer.report["host_tokens"] for answer in back] == [200, 0]
+    assert [answer.logprobs for answer in back] == [answer.logprobs for answer in warm]
+
+
+def _ask_for_what_has_no_room(driver: Driver) -> tuple[Answer, int]:
+    """Ask for chunks beside a prompt that leaves no room for them."""
+    _store(driver)
+    _push_out(driver)
+    long = driver.submit(Prompt([random_tokens(500, POOL - 420)], max_new_tokens=60))
+    driver.step()
+    (answer,) = driver.ask(_other_order())
+    pending = driver.runtime.builder.num_pending
+    driver.run_until(long.finished)
+    driver.settle()
+    return answer, pending
+
+
+def test_chunks_without_room_stay_on_the_host(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings())
+    answer, pending = engine.call(_ask_for_what_has_no_room)
+    assert answer.report["host_tokens"] < 200
+    assert answer.report["chunk_misses"] == 0
+    assert pending == 0, "what lies on the host is built again"
+
+
+def _ask_again(driver: Driver) -> Answer:
+    """Ask twice for the same prompt, which is evicted between."""
+    _store(driver)
+    driver.ask(_other_order())
+    driver.settle()
+    _push_out(driver)
+    (answer,) = driver.ask(_other_order())
+    driver.settle()
+    return answer
+
+
+def test_a_prompt_that_is_on_the_host_itself_needs_no_chunk(start_engine: StartEngine) -> None:
+    report = start_engine(**settings()).call(_ask_again).report
+    assert report["prefix_tokens"] == report["prompt_tokens"] - 1
+    assert report["host_tokens"] == 0
+
+
+def _ask_late(driver: Driver, how: str) -> Answer:
+    """Queue loads for a request that no batch takes along, which then waits or is aborted."""
+    _store(driver)
+    _push_out(driver)
+    with (
+        patch("sgl_blend.scheduler.attempt.AdmissionAttempt.run", lambda self: stop_verdict()),
+        patch("sgl_blend.scheduler.hooks.finish_loads", lambda tree: None),
+    ):
+        req = driver.submit(_other_order())
+        driver.step()
+    queue = driver.scheduler.tree_cache.cache_controller.load_queue
+    assert queue, "nothing is on its way"
+    if how == "abort":
+        driver.scheduler.waiting_queue.remove(req)
+        driver.step()
+        assert not queue, "nobody brings it back"
+        driver.settle()
+        (answer,) = driver.ask(_other_order())
+    else:
+        driver.run_until(req.finished)
+        answer = driver.answer(req)
+    driver.settle()
+    return answer
+
+
+@pytest.mark.parametrize(("how", "tokens"), [("abort", 0), ("wait", 200)])
+def test_loads_that_no_batch_takes_along_end(
+    start_engine: StartEngine, how: str, tokens: int
+) -> None:
+    engine = start_engine(**settings())
+    answer, warm = engine.call(_ask_late, how), engine.call(_ask_warm, "device").answer
+    assert answer.logprobs == warm.logprobs
+    assert answer.report == {**warm.report, "host_tokens": tokens}
+
+
+def _ask_when_pushed_out(driver: Driver, *, and_back: bool) -> Answer:
+    """Look a request up while its chunks are on the device, and admit it when they are not.
+
+    Or when they are there again, in other slots.
+    """
+    _store(driver)
+    with patch("sgl_blend.scheduler.attempt.AdmissionAttempt.run", lambda self: stop_verdict()):
+        req = driver.submit(_other_order())
+        driver.step()
+    _push_out(driver)
+    tree, keys = driver.scheduler.tree_cache, req.sgl_blend.keys
+    if and_back:
+        driver.scheduler.waiting_queue.remove(req)
+        driver.ask(Prompt([random_tokens(700, 300)], logprobs=False))
+        store = ChunkStore(tree, 1)
+        for key in keys:
+            found = store.find_on_host(key)
+            assert found is not None
+            assert store.load(found)
+        finish_loads(tree)
+        driver.scheduler.waiting_queue.append(req)
+    driver.run_until(req.finished)
+    answer = driver.answer(req)
+    driver.settle()
+    return answer
+
+
+@pytest.mark.parametrize(("and_back", "tokens"), [(False, 200), (True, 0)])
+def test_what_was_looked_up_may_be_pushed_out(
+    start_engine: StartEngine, and_back: bool, tokens: int
+) -> None:
+    engine = start_engine(**settings())
+    answer = engine.call(partial(_ask_when_pushed_out, and_back=and_back))
+    warm = engine.call(_ask_warm, "device").answer
+    assert answer.logprobs == warm.logprobs
+    assert answer.report == {**warm.report, "host_tokens": tokens}

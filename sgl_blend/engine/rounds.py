@@ -78,6 +78,11 @@ def is_decoding(running_batch: ScheduleBatch) -> bool:
     return not running_batch.is_empty()
 
 
+def is_idle_round(plan: Any) -> bool:
+    """Tell whether a round found nothing to prefill and has nothing to decode."""
+    return plan.batch_to_run is None and plan.running_batch.is_empty()
+
+
 def is_prefill(batch: ScheduleBatch | ForwardBatch) -> bool:
     """Tell whether a batch computes prompts."""
     return bool(batch.forward_mode.is_extend())

@@ -82,8 +82,8 @@ def make_check(tree: Tree) -> Callable[[Sequence[TreeMatch]], list[bool]]:
 
     It may say no where it cannot know. In a UnifiedRadixCache nodes have numbers that are never given
     again, not even after a reset, and a node that was split has fewer tokens. So a node of the same
-    number and length is the same node. With a host tier evicted nodes stay in the tree, so there each
-    is asked whether its KV is on the device, too.
+    number and length is the same node. With a host tier evicted nodes stay in the tree, and may come
+    back in other slots. So there a node must be on the device, and nobody must have read its slots.
     """
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
 
@@ -93,7 +93,7 @@ def make_check(tree: Tree) -> Callable[[Sequence[TreeMatch]], list[bool]]:
         if not has_host_tier(tree):
             return lambda found: _check_lengths(lengths_of, found)
         return lambda found: [
-            there and not core.is_full_device_evicted(one.node)
+            there and one.known is None and not core.is_full_device_evicted(one.node)
             for one, there in zip(found, _check_lengths(lengths_of, found), strict=True)
         ]
     if type(core) is UnifiedTreeCore:
