@@ -272,3 +272,18 @@ def test_what_was_looked_up_may_be_pushed_out(
     warm = engine.call(_ask_warm, "device").answer
     assert answer.logprobs == warm.logprobs
     assert answer.report == {**warm.report, "host_tokens": tokens}
+
+
+def _ask_in_build_mode(driver: Driver, where: str) -> tuple[Warm, int]:
+    warm = _ask_warm(driver, where)
+    steps = driver.runtime.describe()["build_steps"]
+    return warm, steps
+
+
+def test_nothing_is_built_twice_in_build_mode(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(blend_on_miss="build"))
+    warm, built = engine.call(_ask_in_build_mode, "device")
+    back, built_twice = engine.call(_ask_in_build_mode, "host")
+    assert built_twice == 2 * built, "chunks that lie on the host were built again"
+    assert back.answer.logprobs == warm.answer.logprobs
+    assert back.answer.report == {**warm.answer.report, "host_tokens": 200}

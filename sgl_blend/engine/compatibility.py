@@ -169,6 +169,11 @@ SERVED = (
         "tests/test_lifecycle.py, tests/test_chunk_store.py",
     ),
     Feature(
+        "a host tier (HiCache)",
+        "evicted chunks come back beside the forward, layer after layer",
+        "tests/test_host_tier.py, not run on a GPU yet",
+    ),
+    Feature(
         "retraction, preemption, priorities",
         "planned anew when admitted again",
         "tests/test_lifecycle.py, tests/test_features.py",
