@@ -29,6 +29,8 @@ VALUES = {
     "--speculative-algorithm": "EAGLE",
     "--lora-paths": "adapter=path",
     "--disaggregation-mode": "prefill",
+    "--hicache-storage-backend": "file",
+    "--hicache-host-memory-mode": "buffer_only",
     "--radix-eviction-policy": "lfu",
     "--flashinfer-allreduce-fusion-backend": "trtllm",
     "--radix-cache-backend": "other",

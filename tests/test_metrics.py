@@ -20,6 +20,7 @@ COUNTS = (
     "computed_tokens",
     "chunk_hits",
     "chunk_misses",
+    "host_tokens",
 )
 
 
@@ -31,7 +32,7 @@ def report(*counts: int, fallback: FallbackReason | None = None) -> BlendReport:
 
 reports = st.builds(
     report,
-    *[st.integers(0, 10_000) | st.just(0)] * 7,
+    *[st.integers(0, 10_000) | st.just(0)] * len(COUNTS),
     fallback=st.one_of(st.none(), st.sampled_from(FallbackReason)),
 )
 

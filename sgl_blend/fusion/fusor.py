@@ -16,7 +16,7 @@ Every count is known on the host before the forward; which rows are kept is know
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -53,6 +53,7 @@ from sgl_blend.fusion.host_plan import BatchShape, Group, HostPlan, Reduction
 from sgl_blend.fusion.kv_copier import FollowingCopies, KVCopier
 from sgl_blend.fusion.layouts.base import Copy, KVLayout
 from sgl_blend.fusion.memory import DeviationMemory, Probed
+from sgl_blend.fusion.moved_rows import MovedRows
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import LayerSplit, StepPlan
 from sgl_blend.fusion.planner import Planner
@@ -109,10 +110,13 @@ class Fusor:
         batch = copy_batch(forward_batch)
         with phase(Phase.PLAN):
             plan = self._plan(batch, steps)
-            moved = _Moved.of(batch, plan)
+            moved = MovedRows.of(batch, plan)
             self._take_exact_heads(batch, plan)
             candidates = self._candidates(plan, moved) if plan.groups else None
-        loads, heads = loads_beside(runner), self._copies_of_heads(plan, moved)
+        loads, heads = (
+            loads_beside(runner),
+            moved.of_heads(range(self.layers.total), self._rotation),
+        )
         prefills = any(POLICIES[group.policy].prefills_first for group in plan.groups)
         if loads is not None and prefills:
             loads.wait_for_all()
@@ -249,7 +253,7 @@ class Fusor:
                 batch, heads.body_rows.tensor, body.rows, body.seq_lens.tensor, body.starts.tensor
             )
 
-    def _candidates(self, plan: HostPlan, moved: "_Moved") -> Candidates:
+    def _candidates(self, plan: HostPlan, moved: MovedRows) -> Candidates:
         positions = plan.positions.tensor
         cos, sin = self._rotation.between(plan.stored_positions.tensor, positions)
         return Candidates(
@@ -266,7 +270,7 @@ class Fusor:
         self,
         heads: list[Copy],
         plan: HostPlan,
-        moved: "_Moved",
+        moved: MovedRows,
         candidates: Candidates | None,
         loads: LayerLoads | None,
     ) -> FollowingCopies | None:
@@ -284,56 +288,14 @@ class Fusor:
         """
         above = self.layers.check + 1
         early = [group for group in plan.groups if group.drops_early]
-        first = [*heads, *self._copies(early, range(above), moved, candidates)]
-        rest = self._copies(plan.groups, range(above, self.layers.total), moved, candidates)
+        first = [*heads, *moved.of_groups(early, range(above), candidates)]
+        rest = moved.of_groups(plan.groups, range(above, self.layers.total), candidates)
         with phase(Phase.COPY):
             if loads is not None:
                 return self._copier.follow([*first, *rest], loads)
             self._copier.copy(first)
             self._copier.start(rest)
         return None
-
-    def _copies_of_heads(self, plan: HostPlan, moved: "_Moved") -> list[Copy]:
-        """Return the copies that stand for exact heads, which stay at their positions."""
-        if not plan.num_heads:
-            return []
-        cos, sin = self._rotation.none(plan.num_heads)
-        part = slice(plan.num_heads)
-        layers = range(self.layers.total)
-        return [Copy(layers, moved.source_slots[part], moved.dest_slots[part], cos, sin)]
-
-    def _copies(
-        self,
-        groups: Sequence[Group],
-        layers: range,
-        moved: "_Moved",
-        candidates: Candidates | None,
-    ) -> list[Copy]:
-        """Return the copies of all candidates of some groups, in some layers.
-
-        Neighbours are copied together.
-        """
-        runs: list[slice] = []
-        for group in groups:
-            if POLICIES[group.policy].true_kv:
-                continue
-            if runs and runs[-1].stop == group.first:
-                runs[-1] = slice(runs[-1].start, group.slice.stop)
-            else:
-                runs.append(group.slice)
-        if candidates is None:
-            return []
-        dest_slots = moved.dest_slots[-len(candidates.rows) :]
-        return [
-            Copy(
-                layers,
-                candidates.source_slots[run],
-                dest_slots[run],
-                candidates.cos[run],
-                candidates.sin[run],
-            )
-            for run in runs
-        ]
 
     def _early_scores(
         self, reduction: Reduction, plan: HostPlan, candidates: Candidates
@@ -419,26 +381,3 @@ class Fusor:
             deviation = self._tp_group.sum(policy.score(view))
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale
         return policy.prioritise(scores, group.chunk_lengths, group.schedule[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Moved:
-    """Where KV is copied from and to: for exact heads, then for candidates.
-
-    Attributes:
-        source_slots: int64 [n].
-        dest_slots: int64 [n].
-    """
-
-    source_slots: torch.Tensor
-    dest_slots: torch.Tensor
-
-    @classmethod
-    def of(cls, batch: ForwardBatch, plan: HostPlan) -> "_Moved":
-        """Find them; the batch is still whole."""
-        heads = () if plan.heads is None else plan.heads.spans
-        rows = plan.moved_rows.tensor
-        sources = [span.slots for span in (*heads, *plan.spans)]
-        # A batch may drop nothing at all, at ratio 1. A single span is copied too: its owner may
-        # let go of it while the forward is still queued.
-        return cls(torch.cat(sources or [rows]), row_slots(batch).index_select(0, rows))
