@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from sgl_blend.engine.admission import (
     admitted,
+    copies_in_flight,
     is_cut,
     is_out_of_memory,
     stop_verdict,
@@ -218,6 +219,7 @@ class Admission:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
         may_wait = self._build_first and not self._foreground.is_alone(adder)
+        may_wait = may_wait or copies_in_flight(adder)
         if is_out_of_memory(verdict) and not may_wait:
             return _add_plain(attempt, FallbackReason.NO_MEMORY, lookup)
         return verdict

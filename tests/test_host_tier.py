@@ -61,8 +61,9 @@ def settings(**more: Any) -> dict[str, Any]:
 
 def _push_out(driver: Driver) -> None:
     """Let the device hold nothing any more."""
-    driver.scheduler.tree_cache.evict(EvictParams(num_tokens=POOL))
-    assert driver.runtime.describe()["pool"]["free"] == POOL
+    capacity = driver.runtime.describe()["pool"]["capacity"]
+    driver.scheduler.tree_cache.evict(EvictParams(num_tokens=capacity))
+    assert driver.runtime.describe()["pool"]["free"] == capacity
 
 
 @contextmanager
@@ -124,9 +125,8 @@ def _ask_with_each_policy(driver: Driver, where: str) -> dict[str, list[float]]:
     return found
 
 
-@OVERLAP
-def test_a_forward_waits_for_each_layer(start_engine: StartEngine, overlap: bool) -> None:
-    engine = start_engine(**settings(disable_overlap_schedule=not overlap, blend_eval=True))
+def test_a_forward_waits_for_each_layer(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(blend_eval=True))
     assert engine.call(_ask_with_each_policy, "host") == engine.call(
         _ask_with_each_policy, "device"
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
 from sgl_blend.engine.requests import fill_ids, prefix_length
 
@@ -66,9 +68,21 @@ def verdict_now(adder: PrefillAdder) -> Verdict:
 
 
 def is_alone(adder: PrefillAdder) -> bool:
-    """Tell whether nothing else holds memory that could come free: no batch, nothing decoding."""
+    """Tell whether nothing else holds memory that could come free.
+
+    That is no batch, nothing that decodes, and no copy to host memory or from there.
+    """
     running = adder.running_batch
-    return not adder.can_run_list and (running is None or running.is_empty())
+    is_idle = not adder.can_run_list and (running is None or running.is_empty())
+    return is_idle and not copies_in_flight(adder)
+
+
+def copies_in_flight(adder: PrefillAdder) -> bool:
+    """Tell whether KV is being copied to host memory or from there; it is locked until then."""
+    tree: Any = adder.tree_cache
+    return bool(
+        getattr(tree, "ongoing_write_through", None) or getattr(tree, "ongoing_load_back", None)
+    )
 
 
 def cut_by_budget_alone(adder: PrefillAdder) -> None:
