@@ -2,6 +2,7 @@
 
     make soak                                            # 30 minutes
     .venv/bin/python -m benchmarks.soak --minutes 3      # as in CI
+    .venv/bin/python -m benchmarks.soak --host-tier      # evicted KV goes to host memory
 
 A real server with --enable-blend serves the trained test model with far less KV memory than its traffic
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
@@ -56,6 +57,7 @@ BLEND_FLAGS = [
     *("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.05"),
     *("--log-level", "warning", "--max-running-requests", "16"),
 ]
+HOST_TIER_FLAGS = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
 MIN_SECONDS_TO_RETRACT = 600.0
 """SGLang retracts once in about 500 requests of this traffic, so a short run may see none."""
@@ -177,14 +179,16 @@ def report(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--host-tier", action="store_true", help="evicted KV goes to host memory")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "soak.json")
     args = parser.parse_args()
     args.json.parent.mkdir(exist_ok=True)
     logs = ROOT / "build"
     tally = Tally()
+    flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if args.host_tier else ())]
     one_thread = ("OMP_NUM_THREADS=1",)  # the model is so small that a second one only waits
     with (
-        running(MODEL, BLEND_FLAGS, logs / "soak-blend.log", environment=one_thread) as blend,
+        running(MODEL, flags, logs / "soak-blend.log", environment=one_thread) as blend,
         running(MODEL, STOCK_FLAGS, logs / "soak-stock.log", environment=one_thread) as stock,
     ):
         start = time.monotonic()
@@ -192,7 +196,9 @@ def main() -> int:
             operations = asyncio.run(soak(blend, stock, tally, args.minutes))
             seconds = time.monotonic() - start
             wait_until_idle(blend, tally)
-            found = report(tally, blend.info(), retractions(blend), seconds, operations)
+            info = blend.info()
+            found = report(tally, info, retractions(blend), seconds, operations)
+            tally.expect(not args.host_tier or info["host_tokens"] > 0, "nothing ever came back")
         except httpx.HTTPError as err:
             print((logs / "soak-blend.log").read_text()[-3000:])
             print("\n".join(tally.violations[:20]))

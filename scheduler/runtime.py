@@ -44,6 +44,7 @@ from sgl_blend.engine.requests import (
     tell_client,
 )
 from sgl_blend.engine.rounds import put_back_preempted, requests_of, settle_last_batch
+from sgl_blend.engine.tiers import finish_copies
 from sgl_blend.engine.tree import pool_use, unlock_node
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
@@ -340,11 +341,13 @@ class BlendRuntime:
         Called between rounds, before an order is carried out. SGLang does the same at the end of its
         next round and loses nothing if it finds it done. A request of ours ends with its one step. With
         the overlap schedule a client's request that has just ended decodes once more, and an operator
-        who orders a flush right after its answer would meet that decode step.
+        who orders a flush right after its answer would meet that decode step. With a host tier SGLang
+        copies what builds have stored, and is not idle either until that is over.
         """
         if any(map(is_internal, settle_last_batch(scheduler, _is_over))):
             self.rounds.interrupt()
         self.rounds.collect()  # also of a step whose result was looked at in the round before
+        finish_copies(self._tree)
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

@@ -29,6 +29,7 @@ SCHEDULES = {
         *(*BLEND, *SMALL_STEPS, "--disable-overlap-schedule"),
         *("--blend-canary-rate", "1", "--blend-canary-max-kl", "1000"),
     ),
+    "host tier": (*BLEND, *SMALL_STEPS, "--enable-hierarchical-cache"),
 }
 SHORT_CHUNK, LONG_CHUNK = 2000, 4000
 QUESTION = 24
@@ -118,11 +119,12 @@ class Case:
 def make_cases() -> list[Any]:
     quick = [Case("overlap", "cut", script) for script in SCRIPTS]
     quick += [Case("overlap", state, script) for state in ("pending", "steps") for script in DEADLY]
+    quick += [Case("host tier", "cut", script) for script in DEADLY]
     quick += [Case("no overlap", state, script) for state in ("cut", "shadow") for script in DEADLY]
     every = [
         Case(*key, LONG_CHUNK)
         for key in itertools.product(SCHEDULES, ("pending", "steps", "cut", "shadow"), SCRIPTS)
-        if key[:2] != ("overlap", "shadow")  # that server has no canary
+        if key[0] == "no overlap" or key[1] != "shadow"  # only that server has a canary
     ]
     return [
         *(pytest.param(case, id=str(case)) for case in quick),

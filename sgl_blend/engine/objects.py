@@ -33,6 +33,7 @@ class Tree(Protocol):
     cache_controller: Any  # with a host tier
     load_back: Callable[..., Any]
     ready_to_load_host_cache: Callable[..., int]
+    check_hicache_events: Callable[..., None]
     evictable_size: Callable[..., int]
     protected_size: Callable[..., int]
 

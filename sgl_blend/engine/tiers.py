@@ -77,6 +77,21 @@ def finish_loads(tree: Tree) -> None:
     tree.cache_controller.layer_done_counter.events[index].finish_event.synchronize()
 
 
+def finish_copies(tree: Tree) -> None:
+    """Wait for all copies to host memory and from there, and let the tree see that they are over.
+
+    SGLang takes no order while one is in flight. All ranks must come here together.
+    """
+    if not has_host_tier(tree):
+        return
+    finish_loads(tree)
+    tree.check_hicache_events()  # begins what was only noted
+    controller = tree.cache_controller
+    for copy in (*controller.ack_write_queue, *controller.ack_load_queue):
+        copy.finish_event.synchronize()
+    tree.check_hicache_events()
+
+
 class LayerLoads:
     """Loads that run beside a forward: layer after layer its KV comes into place.
 
