@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from sgl_blend.engine.eviction import raise_rank, set_rank, stored_salt
+from sgl_blend.engine.eviction import keep_off_host, raise_rank, set_rank, stored_salt
 from sgl_blend.engine.objects import InsertParams, Req, Tree
 from sgl_blend.engine.requests import fill_ids, namespace_of, prefix_length
 from sgl_blend.engine.tree import locked_tokens, match_prefix, stored_tokens
@@ -49,6 +49,8 @@ class Probation:
         salt = stored_salt(params)
         rank = _NEEDLESS if is_probe(salt) else _ON_PROBATION if is_blended(salt) else _KEPT
         set_rank(params, rank)
+        if rank == _NEEDLESS:
+            keep_off_host(params)
         before = stored_tokens(self._tree)
         result = insert()
         if rank != _KEPT:

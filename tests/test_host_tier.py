@@ -287,3 +287,19 @@ def test_nothing_is_built_twice_in_build_mode(start_engine: StartEngine) -> None
     assert built_twice == 2 * built, "chunks that lie on the host were built again"
     assert back.answer.logprobs == warm.answer.logprobs
     assert back.answer.report == {**warm.answer.report, "host_tokens": 200}
+
+
+def _tokens_on_host(driver: Driver) -> tuple[int, int]:
+    """Return how many tokens are in host memory after chunks were built and probed, and the probes."""
+    before = driver.runtime.describe()["probes_run"]
+    _store(driver)
+    host = driver.scheduler.tree_cache.cache_controller.mem_pool_host
+    used = host.size - host.available_size()
+    return used, driver.runtime.describe()["probes_run"] - before
+
+
+def test_probes_stay_off_the_host(start_engine: StartEngine) -> None:
+    used, probes = start_engine(**settings()).call(_tokens_on_host)
+    assert probes > 0
+    chunks = sum(map(len, (SYSTEM, *CHUNKS)))
+    assert used <= chunks + chunks + len(QUESTION) + 1  # the chunks, and the prompt itself

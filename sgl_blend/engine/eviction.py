@@ -36,6 +36,14 @@ def set_rank(params: InsertParams, rank: int) -> None:
     params.priority = getattr(params, _RANK, rank)
 
 
+def keep_off_host(params: InsertParams) -> None:
+    """Let what is about to be stored be dropped when it is evicted, and not go to host memory.
+
+    SGLang does so with pieces of a prompt that is still being prefilled.
+    """
+    params.chunked = True
+
+
 def raise_rank(
     tree: Tree,
     found: TreeMatch,

@@ -49,6 +49,7 @@ class InsertParams(Protocol):
 
     key: Any
     priority: int
+    chunked: bool
 
 
 class EvictParams(Protocol):
