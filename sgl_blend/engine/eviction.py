@@ -39,9 +39,13 @@ def set_rank(params: InsertParams, rank: int) -> None:
 def keep_off_host(params: InsertParams) -> None:
     """Let what is about to be stored be dropped when it is evicted, and not go to host memory.
 
-    SGLang does so with pieces of a prompt that is still being prefilled.
+    SGLang does so with what a request has stored before, up to a length, or in older versions with
+    pieces of a prompt that is still being prefilled.
     """
-    params.chunked = True
+    if hasattr(params, "inserted_len"):
+        params.inserted_len = len(params.key)
+    else:
+        params.chunked = True
 
 
 def raise_rank(

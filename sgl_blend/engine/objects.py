@@ -49,7 +49,8 @@ class InsertParams(Protocol):
 
     key: Any
     priority: int
-    chunked: bool
+    chunked: bool  # before 0.5.23
+    inserted_len: int
 
 
 class EvictParams(Protocol):
