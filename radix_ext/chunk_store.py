@@ -19,7 +19,13 @@ import msgspec
 
 from sgl_blend.engine.objects import Handle, Req, Tree
 from sgl_blend.engine.requests import match_again
-from sgl_blend.engine.tiers import HostMatch, has_host_tier, load_back, match_host
+from sgl_blend.engine.tiers import (
+    HostMatch,
+    free_host_tokens,
+    has_host_tier,
+    load_back,
+    match_host,
+)
 from sgl_blend.engine.tree import (
     TreeLock,
     TreeMatch,
@@ -188,6 +194,11 @@ class ChunkStore:
     def has_host_tier(self) -> bool:
         """Whether what is evicted goes to host memory."""
         return has_host_tier(self._tree)
+
+    @property
+    def free_host_tokens(self) -> int:
+        """Tokens that host memory has room for beside what it holds."""
+        return free_host_tokens(self._tree)
 
     def find_on_host(self, key: ChunkKey) -> HostMatch | None:
         """Return a chunk that lies in host memory, as far as it is not on the device.

@@ -79,7 +79,9 @@ class Admission:
         self._cost_model = cost_model
         self._build_first = build_first
         self._lookups = Lookups(store, with_exact_namespace=not build_first)
-        self._host = HostTier(store, self._lookups) if store.has_host_tier else None
+        self._host: HostTier | None = None
+        if store.has_host_tier:
+            self._host = HostTier(store, self._lookups, build_first=build_first)
 
     def add(self, attempt: AdmissionAttempt) -> Verdict:
         """Admit a request with whatever plan it can have; return SGLang's verdict."""

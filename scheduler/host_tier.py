@@ -11,7 +11,7 @@ from dataclasses import replace
 from sgl_blend.engine.admission import rows_left
 from sgl_blend.engine.requests import host_hit_length, prefix_length
 from sgl_blend.engine.tiers import own_node, tokens_to_spare
-from sgl_blend.radix_ext.chunk_store import ChunkStore
+from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 
@@ -22,11 +22,13 @@ class HostTier:
     Args:
         store: Where chunks are found.
         lookups: Looks requests up again after something came back.
+        build_first: Whether an answer may not depend on the room that there is.
     """
 
-    def __init__(self, store: ChunkStore, lookups: Lookups) -> None:
+    def __init__(self, store: ChunkStore, lookups: Lookups, *, build_first: bool) -> None:
         self._store = store
         self._lookups = lookups
+        self._build_first = build_first
 
     def bring_back(self, attempt: AdmissionAttempt, lookup: Lookup) -> Lookup:
         """Bring back what a request lacks on the device and finds in host memory.
@@ -36,33 +38,57 @@ class HostTier:
             lookup: What is on the device.
 
         Returns:
-            What is there now. A chunk for which the pool has no room stays in host memory, and is not
-            missing: nobody needs to build it.
+            What is there now. A chunk for which the pool has no room stays in host memory and is not
+            missing, because nobody needs to build it; unless every answer has to wait for its chunks.
         """
+        req, state = attempt.req, attempt.state
         if not lookup.missing or rows_left(attempt.adder) == 0:
             return lookup
-        req, state = attempt.req, attempt.state
-        # What SGLang is about to bring back of the prompt itself needs no chunk.
-        covered = prefix_length(req) + host_hit_length(req)
-        wanted = {
-            key for key, span in zip(state.keys, state.spans, strict=True) if span.stop > covered
-        }
+        stamp = self._stamp(lookup)
+        if state.host_stamp == stamp:  # as it was when nothing could be brought back
+            return self._without(lookup, state.on_host)
         held = [self._store.lock(hit.match) for hit in lookup.hits]
         held.append(self._store.lock_node(own_node(req)))
-        loaded, there = 0, set()
         try:
-            for key in dict.fromkeys(lookup.missing):
-                found = self._store.find_on_host(key)
-                if found is None:
-                    continue
-                there.add(key)
-                room = tokens_to_spare(attempt.adder, req)
-                if key in wanted and found.host_tokens <= room and self._store.load(found):
-                    loaded += found.host_tokens
+            on_host, loaded = self._load(attempt, lookup)
         finally:
             for lock in held:
                 self._store.unlock(lock)
-        state.host_tokens += loaded
-        if loaded:
+        if loaded is not None:  # to make room something may have been evicted, whatever came of it
+            state.host_tokens += loaded
             lookup = self._lookups.look_up(req, state)
-        return replace(lookup, missing=tuple(key for key in lookup.missing if key not in there))
+        state.on_host, state.host_stamp = on_host, None if loaded else self._stamp(lookup)
+        state.missed -= on_host
+        return self._without(lookup, on_host)
+
+    def _load(
+        self, attempt: AdmissionAttempt, lookup: Lookup
+    ) -> tuple[frozenset[ChunkKey], int | None]:
+        """Load what there is room for.
+
+        Returns:
+            The chunks that are in host memory, or were; and how many tokens come back, None if
+            nothing was tried.
+        """
+        req, state = attempt.req, attempt.state
+        # What SGLang is about to bring back of the prompt itself needs no chunk, if it has room.
+        covered = 0 if self._build_first else prefix_length(req) + host_hit_length(req)
+        stops = {key: span.stop for key, span in zip(state.keys, state.spans, strict=True)}
+        on_host, loaded = set(), None
+        for key in dict.fromkeys(lookup.missing):
+            found = self._store.find_on_host(key)
+            if found is None:
+                continue
+            on_host.add(key)
+            if stops[key] > covered and found.host_tokens <= tokens_to_spare(attempt.adder, req):
+                came = self._store.load(found)
+                loaded = (loaded or 0) + (found.host_tokens if came else 0)
+        return frozenset(on_host), loaded
+
+    def _without(self, lookup: Lookup, on_host: frozenset[ChunkKey]) -> Lookup:
+        if self._build_first:
+            return lookup
+        return replace(lookup, missing=tuple(key for key in lookup.missing if key not in on_host))
+
+    def _stamp(self, lookup: Lookup) -> tuple[object, ...]:
+        return lookup.missing, self._store.stamp, self._store.free_host_tokens

@@ -303,3 +303,23 @@ def test_probes_stay_off_the_host(start_engine: StartEngine) -> None:
     assert probes > 0
     chunks = sum(map(len, (SYSTEM, *CHUNKS)))
     assert used <= chunks + chunks + len(QUESTION) + 1  # the chunks, and the prompt itself
+
+
+def _ask_for_room_in_build_mode(driver: Driver) -> Answer:
+    """Ask for chunks while a prompt that still decodes leaves no room for them."""
+    _store(driver)
+    _push_out(driver)
+    long = driver.submit(Prompt([random_tokens(500, POOL - 420)], max_new_tokens=60))
+    driver.step()
+    (answer,) = driver.ask(_other_order())
+    assert long.finished(), "there was room"
+    driver.settle()
+    return answer
+
+
+def test_an_answer_waits_for_room_in_build_mode(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(blend_on_miss="build"))
+    answer = engine.call(_ask_for_room_in_build_mode)
+    warm = engine.call(_ask_warm, "device").answer
+    assert answer.logprobs == warm.logprobs
+    assert answer.report["chunk_hits"] == 3

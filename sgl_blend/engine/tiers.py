@@ -31,6 +31,11 @@ def has_host_tier(tree: Tree) -> bool:
     return getattr(tree, "cache_controller", None) is not None
 
 
+def free_host_tokens(tree: Tree) -> int:
+    """Return how many tokens host memory has room for beside what it holds."""
+    return int(tree.cache_controller.mem_pool_host.available_size())
+
+
 def match_host(
     tree: Tree, token_ids: array[int], *, salt: str | None, extra_key: str | None
 ) -> HostMatch:
