@@ -33,6 +33,7 @@ from sgl_blend.engine.objects import PrefillAdder, Req, Scheduler, Verdict
 from sgl_blend.engine.requests import (
     has_finished,
     holds_kv,
+    host_hit_length,
     prefix_length,
     prompt_ids,
     rid_of,
@@ -340,8 +341,8 @@ class ChunkBuilder:
         return continue_verdict()
 
     def _begin_at_cut(self, build: Req, step: BuildStep) -> bool:
-        """Let a step begin at its cut, even if the tree holds more; return whether it holds enough."""
-        if prefix_length(build) > step.done:
+        """Let a step begin at its cut, though device or host hold more; return if there is enough."""
+        if prefix_length(build) + host_hit_length(build) > step.done:
             key = step.key
             found = self._store.find_prefix(
                 key.path, salt=key.salt, extra_key=key.extra_key, limit=step.done

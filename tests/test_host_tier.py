@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -67,16 +67,22 @@ def _push_out(driver: Driver) -> None:
 
 
 @contextmanager
-def _slow_loads(layer_s: float) -> Iterator[None]:
-    """Let each layer take so long to come back."""
-    load = torch_cpu_hicache._TorchMoves.load_to_device_per_layer
+def _slow(move: str, seconds: float) -> Iterator[None]:
+    """Let each call of a host pool's function take so long."""
+    moves = torch_cpu_hicache._TorchMoves
+    stock = getattr(moves, move)
 
     def slow(*args: Any, **more: Any) -> None:
-        torch_cpu_streams.current_stream().submit(lambda: time.sleep(layer_s))
-        load(*args, **more)
+        torch_cpu_streams.current_stream().submit(lambda: time.sleep(seconds))
+        stock(*args, **more)
 
-    with patch.object(torch_cpu_hicache._TorchMoves, "load_to_device_per_layer", slow):
+    with patch.object(moves, move, slow):
         yield
+
+
+def _slow_loads(layer_s: float) -> AbstractContextManager[None]:
+    """Let each layer take so long to come back."""
+    return _slow("load_to_device_per_layer", layer_s)
 
 
 def _store(driver: Driver, **rest: Any) -> None:
@@ -309,7 +315,7 @@ def _ask_for_room_in_build_mode(driver: Driver) -> Answer:
     """Ask for chunks while a prompt that still decodes leaves no room for them."""
     _store(driver)
     _push_out(driver)
-    long = driver.submit(Prompt([random_tokens(500, POOL - 420)], max_new_tokens=60))
+    long = driver.submit(Prompt([random_tokens(500, POOL - 310)], max_new_tokens=60))
     driver.step()
     (answer,) = driver.ask(_other_order())
     assert long.finished(), "there was room"
@@ -323,3 +329,20 @@ def test_an_answer_waits_for_room_in_build_mode(start_engine: StartEngine) -> No
     warm = engine.call(_ask_warm, "device").answer
     assert answer.logprobs == warm.logprobs
     assert answer.report["chunk_hits"] == 3
+
+
+def _ask_beside_a_backup(driver: Driver) -> Answer:
+    """Ask for chunks while the copy of a long prompt to the host locks most of the pool."""
+    _store(driver)
+    with _slow("backup_from_device_all_layer", 0.3):
+        driver.ask(Prompt([random_tokens(600, POOL - 300)], logprobs=False))
+        (answer,) = driver.ask(_other_order())
+    driver.settle()
+    return answer
+
+
+def test_chunks_wait_for_memory_that_a_backup_locks(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings())
+    answer, warm = engine.call(_ask_beside_a_backup), engine.call(_ask_warm, "device").answer
+    assert answer.report["fallback"] is None
+    assert answer.logprobs == warm.logprobs
