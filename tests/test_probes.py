@@ -25,7 +25,9 @@ from harness import (
 from reference import CHUNKS, QUESTION, SYSTEM, Reference
 from tiny_models import NUM_LAYERS, VOCAB_SIZE, make_model
 
+from sgl_blend.engine.tree import match_prefix
 from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.radix_ext.namespaces import probe_salt_of
 from sgl_blend.scheduler.probes import NUM_PROBES, PROBE_TOKENS, Memories, made_up_texts
 from sgl_blend.settings.config import BlendConfig
 
@@ -234,6 +236,24 @@ def test_tenants_do_not_share_a_memory(start_engine: StartEngine) -> None:
     _, warm, _, other, chunks = start_engine().call(_tenants)
     assert chunks == 6
     assert warm < other
+
+
+def _probe_tokens(driver: Driver) -> list[int]:
+    """Return how much KV of a tenant's probe is stored: in its own namespace, and in others'."""
+    driver.settle()
+    driver.flush()
+    _ask(driver, rag("hkvd", OTHERS, salt="a"), rag("funnel", salt="a"))
+    namespaces = [probe_salt_of(driver.chunk_salt(tenant)) for tenant in ("a", "b", None)]
+    memories = driver.runtime._memories
+    (key, *_) = memories.keys_of(list(memories._entries))
+    tree = driver.scheduler.tree_cache
+    return [len(match_prefix(tree, key.path, salt=salt, extra_key=None)) for salt in namespaces]
+
+
+def test_tenants_do_not_share_the_kv_of_probes(start_engine: StartEngine) -> None:
+    own, *others = start_engine().call(_probe_tokens)
+    assert own > 0
+    assert others == [0, 0]
 
 
 def _pending(driver: Driver) -> tuple[int, int, int]:
