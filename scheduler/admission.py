@@ -98,6 +98,8 @@ class Admission:
             if self._host is not None:
                 lookup = self._host.bring_back(attempt, lookup)
         place_of = self._place_of(state)
+        if self._waits_for_room(attempt, lookup):
+            return stop_verdict()
         if self._build_first and (missing := self._foreground.missing(state, lookup)):
             verdict = self._foreground.build(attempt, missing, lookup)
             if verdict is not None:
@@ -128,6 +130,12 @@ class Admission:
         if attempt.succeeded and not self._build_first:
             self._build_later(state, lookup)
         return verdict
+
+    def _waits_for_room(self, attempt: AdmissionAttempt, lookup: Lookup) -> bool:
+        """Tell whether a request only lacks room for chunks in host memory, and some may come free."""
+        on_host, missing = attempt.state.on_host, set(lookup.missing)
+        is_all_there = self._build_first and bool(missing) and missing <= on_host
+        return is_all_there and not self._foreground.is_alone(attempt.adder)
 
     def _place_of(self, state: RequestState) -> PlaceOf:
         """Return what tells where the memory of a chunk is."""

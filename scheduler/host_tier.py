@@ -6,14 +6,16 @@ would ask for it. The slots are known at once and the copy runs beside the forwa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sgl_blend.engine.admission import rows_left
 from sgl_blend.engine.requests import host_hit_length, prefix_length
-from sgl_blend.engine.tiers import own_node, tokens_to_spare
+from sgl_blend.engine.tiers import HostMatch, own_node, tokens_to_spare
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.lookup import Lookup, Lookups
+from sgl_blend.scheduler.request_state import RequestState
 
 
 class HostTier:
@@ -44,8 +46,8 @@ class HostTier:
         req, state = attempt.req, attempt.state
         if not lookup.missing or rows_left(attempt.adder) == 0:
             return lookup
-        stamp = self._stamp(lookup)
-        if state.host_stamp == stamp:  # as it was when nothing could be brought back
+        room = tokens_to_spare(attempt.adder, req)
+        if self._is_as_before(state, lookup, room):
             return self._without(lookup, state.on_host)
         held = [self._store.lock(hit.match) for hit in lookup.hits]
         held.append(self._store.lock_node(own_node(req)))
@@ -57,7 +59,8 @@ class HostTier:
         if loaded is not None:  # to make room something may have been evicted, whatever came of it
             state.host_tokens += loaded
             lookup = self._lookups.look_up(req, state)
-        state.on_host, state.host_stamp = on_host, None if loaded else self._stamp(lookup)
+        state.on_host = on_host
+        state.host_seen = None if loaded else (self._stamp(lookup), room)
         state.missed -= on_host
         return self._without(lookup, on_host)
 
@@ -74,16 +77,31 @@ class HostTier:
         # What SGLang is about to bring back of the prompt itself needs no chunk, if it has room.
         covered = 0 if self._build_first else prefix_length(req) + host_hit_length(req)
         stops = {key: span.stop for key, span in zip(state.keys, state.spans, strict=True)}
-        on_host, loaded = set(), None
-        for key in dict.fromkeys(lookup.missing):
+        on_host = self._find(lookup)
+        room, loaded = tokens_to_spare(attempt.adder, req), None
+        if self._build_first and _tokens_of(on_host) > room:
+            # What came would be pushed out again before there is room for the rest.
+            return frozenset(on_host), None
+        for key in on_host:
+            # Once more: the chunk before it has brought their build prefix along.
             found = self._store.find_on_host(key)
-            if found is None:
+            if found is None or stops[key] <= covered or found.host_tokens > room:
                 continue
-            on_host.add(key)
-            if stops[key] > covered and found.host_tokens <= tokens_to_spare(attempt.adder, req):
-                came = self._store.load(found)
-                loaded = (loaded or 0) + (found.host_tokens if came else 0)
+            came = found.host_tokens if self._store.load(found) else 0
+            loaded, room = (loaded or 0) + came, room - came
         return frozenset(on_host), loaded
+
+    def _is_as_before(self, state: RequestState, lookup: Lookup, room: int) -> bool:
+        """Tell whether nothing changed since nothing could be brought back: no more room, either."""
+        if state.host_seen is None:
+            return False
+        stamp, room_then = state.host_seen
+        return stamp == self._stamp(lookup) and (room <= room_then or not state.on_host)
+
+    def _find(self, lookup: Lookup) -> dict[ChunkKey, HostMatch]:
+        """Return what the host has of each missing chunk that it can complete."""
+        found = {key: self._store.find_on_host(key) for key in dict.fromkeys(lookup.missing)}
+        return {key: match for key, match in found.items() if match is not None}
 
     def _without(self, lookup: Lookup, on_host: frozenset[ChunkKey]) -> Lookup:
         if self._build_first:
@@ -92,3 +110,9 @@ class HostTier:
 
     def _stamp(self, lookup: Lookup) -> tuple[object, ...]:
         return lookup.missing, self._store.stamp, self._store.free_host_tokens
+
+
+def _tokens_of(found: Mapping[ChunkKey, HostMatch]) -> int:
+    """Return how many tokens chunks in host memory are, their common build prefix counted once."""
+    shared = [max(0, key.prefix_length - match.device_tokens) for key, match in found.items()]
+    return sum(match.host_tokens for match in found.values()) - sum(shared) + max(shared, default=0)

@@ -47,7 +47,8 @@ class RequestState:
         goes_by_memory: Whether it goes by what is remembered of its chunks; None until that is asked.
         copied_tokens: Tokens of the present admission whose KV was copied.
         on_host: Chunks that were found in host memory when it was last considered.
-        host_stamp: What device and host held then, if nothing could be brought back.
+        host_seen: What device and host held then, and the room there was, if nothing could be
+            brought back.
         host_tokens: Tokens that were brought back from host memory for it since it waits.
         told_tokens: How many of them SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
@@ -80,7 +81,7 @@ class RequestState:
     goes_by_memory: bool | None = None
     copied_tokens: int = 0
     on_host: frozenset[ChunkKey] = frozenset()
-    host_stamp: object = None
+    host_seen: tuple[object, int] | None = None
     host_tokens: int = 0
     told_tokens: int = 0
     admissions: int = 0
@@ -156,7 +157,7 @@ class RequestState:
             host_tokens=self.host_tokens,
             fallback=fallback,
         )
-        self.on_host, self.host_stamp, self.host_tokens = frozenset(), None, 0
+        self.on_host, self.host_seen, self.host_tokens = frozenset(), None, 0
 
     def count_step(
         self, start: int, stop: int, step: StepPlan | None, *, layers: LayerSplit, last: bool

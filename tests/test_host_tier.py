@@ -311,24 +311,26 @@ def test_probes_stay_off_the_host(start_engine: StartEngine) -> None:
     assert used <= chunks + chunks + len(QUESTION) + 1  # the chunks, and the prompt itself
 
 
-def _ask_for_room_in_build_mode(driver: Driver) -> Answer:
+def _ask_for_room_in_build_mode(driver: Driver) -> tuple[Answer, int]:
     """Ask for chunks while a prompt that still decodes leaves no room for them."""
     _store(driver)
     _push_out(driver)
+    steps = driver.runtime.describe()["build_steps"]
     long = driver.submit(Prompt([random_tokens(500, POOL - 310)], max_new_tokens=60))
     driver.step()
     (answer,) = driver.ask(_other_order())
     assert long.finished(), "there was room"
     driver.settle()
-    return answer
+    return answer, driver.runtime.describe()["build_steps"] - steps
 
 
 def test_an_answer_waits_for_room_in_build_mode(start_engine: StartEngine) -> None:
     engine = start_engine(**settings(blend_on_miss="build"))
-    answer = engine.call(_ask_for_room_in_build_mode)
+    answer, steps = engine.call(_ask_for_room_in_build_mode)
     warm = engine.call(_ask_warm, "device").answer
     assert answer.logprobs == warm.logprobs
-    assert answer.report["chunk_hits"] == 3
+    assert answer.report == {**warm.report, "host_tokens": 200}
+    assert steps == 0, "what lies on the host was built again"
 
 
 def _ask_beside_a_backup(driver: Driver) -> Answer:
@@ -346,3 +348,18 @@ def test_chunks_wait_for_memory_that_a_backup_locks(start_engine: StartEngine) -
     answer, warm = engine.call(_ask_beside_a_backup), engine.call(_ask_warm, "device").answer
     assert answer.report["fallback"] is None
     assert answer.logprobs == warm.logprobs
+
+
+def _ask_as_another_tenant(driver: Driver) -> list[dict[str, Any]]:
+    """Ask for one tenant's chunks, which are on the host, as another one and as itself."""
+    _store(driver, salt="a")
+    _push_out(driver)
+    return [driver.ask(_other_order(salt=salt))[0].report for salt in ("b", None, "a")]
+
+
+def test_nothing_comes_back_for_another_tenant(start_engine: StartEngine) -> None:
+    *others, own = start_engine(**settings()).call(_ask_as_another_tenant)
+    assert [(r["host_tokens"], r["chunk_hits"], r["prefix_tokens"]) for r in others] == [
+        (0, 0, 0)
+    ] * 2
+    assert own["host_tokens"] == 200
