@@ -29,16 +29,8 @@ QUESTION = random_tokens(99, 12)
 POOL = 1000
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
-A_POLICY_OF_EACH_KIND = (
-    "funnel",
-    "hkvd",
-    "gradual",
-    "remembered",
-    "first-k",
-    "query-aware",
-    "oracle",
-    "exact-hkvd",
-)
+A_POLICY_OF_EACH_KIND = ("funnel", "hkvd", "gradual", "remembered", "first-k", "query-aware")
+FOR_EVALUATION = ("oracle", "exact-hkvd")
 
 
 @dataclass
@@ -121,9 +113,11 @@ def test_evicted_chunks_come_back(start_engine: StartEngine, overlap: bool) -> N
         assert all(x.equal(y) for x, y in zip(layer, layer_back, strict=True))
 
 
-def _ask_with_each_policy(driver: Driver, where: str) -> dict[str, list[float]]:
+def _ask_with_each_policy(
+    driver: Driver, where: str, policies: tuple[str, ...] = A_POLICY_OF_EACH_KIND
+) -> dict[str, list[float]]:
     found = {}
-    for name in A_POLICY_OF_EACH_KIND:
+    for name in policies:
         params = {"sgl_blend_policy": name}
         answer = _ask_warm(driver, where, 0.005 if where == "host" else 0.0, params=params).answer
         assert answer.report["host_tokens"] == (200 if where == "host" else 0), name
@@ -132,10 +126,19 @@ def _ask_with_each_policy(driver: Driver, where: str) -> dict[str, list[float]]:
 
 
 def test_a_forward_waits_for_each_layer(start_engine: StartEngine) -> None:
-    engine = start_engine(**settings(blend_eval=True))
+    engine = start_engine(**settings())
     assert engine.call(_ask_with_each_policy, "host") == engine.call(
         _ask_with_each_policy, "device"
     )
+
+
+@pytest.mark.slow
+def test_a_prefill_before_the_forward_waits_for_all_layers(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(blend_eval=True))
+    answers = [
+        engine.call(_ask_with_each_policy, where, FOR_EVALUATION) for where in ("host", "device")
+    ]
+    assert answers[0] == answers[1]
 
 
 def _ask_without_waiting(driver: Driver) -> Warm:
@@ -363,3 +366,26 @@ def test_nothing_comes_back_for_another_tenant(start_engine: StartEngine) -> Non
         (0, 0, 0)
     ] * 2
     assert own["host_tokens"] == 200
+
+
+def _order_beside_a_backup(driver: Driver) -> bool:
+    """Tell whether the server is idle for an operator while what builds stored is being copied."""
+    driver.settle()
+    driver.flush()
+    with _slow("backup_from_device_all_layer", 0.2):
+        driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+        for _ in range(200):
+            driver.step()
+            if driver.runtime.describe()["build_steps"] and not driver.runtime.builder.is_running:
+                break
+        assert not driver.scheduler.is_fully_idle(), "no copy is in flight"
+        driver.runtime.step_aside(driver.scheduler)
+        idle: bool = driver.scheduler.is_fully_idle()
+    driver.settle()
+    return idle
+
+
+@OVERLAP
+def test_an_order_finds_no_copy_in_flight(start_engine: StartEngine, overlap: bool) -> None:
+    engine = start_engine(**settings(disable_overlap_schedule=not overlap))
+    assert engine.call(_order_beside_a_backup)

@@ -119,7 +119,6 @@ class Case:
 def make_cases() -> list[Any]:
     quick = [Case("overlap", "cut", script) for script in SCRIPTS]
     quick += [Case("overlap", state, script) for state in ("pending", "steps") for script in DEADLY]
-    quick += [Case("host tier", "cut", script) for script in DEADLY]
     quick += [Case("no overlap", state, script) for state in ("cut", "shadow") for script in DEADLY]
     every = [
         Case(*key, LONG_CHUNK)
