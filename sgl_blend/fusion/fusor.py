@@ -113,16 +113,15 @@ class Fusor:
             moved = MovedRows.of(batch, plan)
             self._take_exact_heads(batch, plan)
             candidates = self._candidates(plan, moved) if plan.groups else None
-        loads, heads = (
-            loads_beside(runner),
-            moved.of_heads(range(self.layers.total), self._rotation),
-        )
+        loads = loads_beside(runner)
+        heads = moved.of_heads(range(self.layers.total), self._rotation)
         prefills = any(POLICIES[group.policy].prefills_first for group in plan.groups)
         if loads is not None and prefills:
             loads.wait_for_all()
             loads = None
         if loads is None:
-            self._copier.copy(heads)
+            with phase(Phase.COPY):
+                self._copier.copy(heads)
             heads = []
         if candidates is not None and prefills:
             candidates = self._prefill_first(batch, plan, candidates)

@@ -27,6 +27,7 @@ class KVCopier:
         self._stream: torch.cuda.Stream | None = None
         if layout.is_on_gpu:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._started: torch.cuda.Event | None = None
 
     def copy(self, copies: Sequence[Copy]) -> None:
         """Copy now: what runs next on this stream finds the KV in place."""
@@ -42,11 +43,13 @@ class KVCopier:
             self._stream.wait_stream(torch.cuda.current_stream())
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self.copy(copies)
+        if self._stream is not None:
+            self._started = self._stream.record_event()
 
     def wait(self) -> None:
-        """Let this stream wait for what was started."""
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+        """Let this stream wait for what was started, not for copies that follow a load."""
+        if self._started is not None:
+            torch.cuda.current_stream().wait_event(self._started)
 
     def follow(self, copies: Sequence[Copy], loads: LayerLoads) -> "FollowingCopies":
         """Copy KV that is still being loaded, each layer once it is there.
