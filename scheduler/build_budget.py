@@ -8,44 +8,56 @@ _FIRST_PRICE_S = 0.025
 """What a step is taken to cost until one has been timed."""
 
 
-class BuildBudget:
-    """Credit in seconds, earned while requests are served and spent on steps of builds.
+class ServedTime:
+    """The time in which requests were served since a background step last ran among them.
 
-    At most one step is saved up. So a request meets at most one step that others' time has paid for,
-    and one more for each 1 / share times a step's duration that it runs itself.
+    There is one for builds and probes together. What a request meets of both is what one budget
+    allows: one step that others' time has paid for, and the next after a step's worth of its own.
 
     Owned by the scheduler thread; whoever calls brings a clock on which all ranks agree.
-
-    Args:
-        share: Of the time in which requests are served.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
-        self._credit_s = 0.0
-        self._price_s = _FIRST_PRICE_S
+    def __init__(self) -> None:
+        self.seconds = 0.0
         self._seen_s: float | None = None
         self._was_busy = False
 
     def elapse(self, now_s: float, *, busy: bool) -> None:
-        """Earn for the time since the last call, if requests were served then.
+        """Count the time since the last call, if requests were served then.
 
         Args:
             now_s: The clock.
             busy: Whether requests are served from now on.
         """
         if self._seen_s is not None and self._was_busy:
-            earned = self._share * max(0.0, now_s - self._seen_s)
-            self._credit_s = min(self._credit_s + earned, self._price_s)
+            self.seconds += max(0.0, now_s - self._seen_s)
         self._seen_s, self._was_busy = now_s, busy
 
     def stop_clock(self) -> None:
-        """Earn nothing until elapse() is called again: nothing is there to be built."""
+        """Count nothing until elapse() is called again: there is no background work."""
         self._seen_s = None
 
+    def spend(self) -> None:
+        """Begin anew, because a step runs now: nothing beyond one step is ever saved up."""
+        self.seconds = 0.0
+
+
+class BuildBudget:
+    """Tells when the served time pays for a step; learns what a step costs.
+
+    Args:
+        served: The account, shared with other kinds of background work.
+        share: Of the time in which requests are served.
+    """
+
+    def __init__(self, served: ServedTime, share: float) -> None:
+        self._served = served
+        self._share = share
+        self._price_s = _FIRST_PRICE_S
+
     def affords_step(self) -> bool:
-        """Tell whether the credit pays for a step."""
-        return self._credit_s >= self._price_s
+        """Tell whether requests were served long enough since the last step."""
+        return self._share * self._served.seconds >= self._price_s
 
     def learn(self, seconds: float) -> None:
         """Take note of how long a step took."""
@@ -53,4 +65,4 @@ class BuildBudget:
 
     def charge(self) -> None:
         """Pay for a step."""
-        self._credit_s -= self._price_s
+        self._served.spend()

@@ -107,7 +107,7 @@ class ChunkBuilder:
         tp_group: Whose ranks agree on the ids of requests.
         steps: Where builds are cut.
         kind: Word in the ids of requests.
-        share: Of the requests' time that background steps may take.
+        budget: What background steps may take of the requests' time.
         on_built: Called with each chunk that was built.
     """
 
@@ -119,7 +119,7 @@ class ChunkBuilder:
         steps: StepPlanner,
         *,
         kind: str,
-        share: float,
+        budget: BuildBudget,
         on_built: Callable[[ChunkKey], None],
     ) -> None:
         self._scheduler = scheduler
@@ -129,7 +129,7 @@ class ChunkBuilder:
         # More tokens than the pool holds would evict each other.
         self._pending = BuildQueue(_MAX_PENDING, self._capacity * TOKEN_BYTES)
         self._steps = steps
-        self._budget = BuildBudget(share)
+        self._budget = budget
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}
         self._held: dict[str, TreeLock] = {}
@@ -200,19 +200,15 @@ class ChunkBuilder:
         """Note that the step in flight ended early, so that its duration tells nothing."""
         self._launched_s = None
 
-    def pause(self) -> None:
-        """Note that there is nothing to build."""
-        self._budget.stop_clock()
-
     def offer(self, now: Round) -> bool:
         """Put a step of a background build into the queue if one may run.
 
-        While requests are served it is paid for by credit; none runs right after a prefill.
+        While requests are served their time pays for it; none runs right after a prefill.
 
         Returns:
             Whether the round is free for other background work: there is nothing to be built.
         """
-        is_charged = self._tell_time(now)
+        is_charged = self._is_charged(now)
         if not now.is_open:
             return False
         key = self._pending.first()
@@ -224,17 +220,13 @@ class ChunkBuilder:
             return False
         return self._offer_next(now, is_charged=is_charged)
 
-    def _tell_time(self, now: Round) -> bool:
-        """Let time count as served to requests or not; return whether a step now is paid by credit.
+    def _is_charged(self, now: Round) -> bool:
+        """Tell whether a step now is paid for by the time in which requests were served.
 
         Between two requests of a client that sends without a pause nobody is served for a moment. What
         runs then delays the next request, so it is paid for, unless there is room in the cache.
         """
-        if not self._pending:
-            self._budget.stop_clock()
-            return now.is_busy
-        self._budget.elapse(now.now_s, busy=now.is_busy)
-        if now.is_busy:
+        if now.is_busy and self._pending:
             self._gap_until_s = now.now_s + QUIET_S
         return now.is_busy or (now.now_s < self._gap_until_s and not self._has_free_room())
 

@@ -228,9 +228,6 @@ class Canary:
         """Tell whether an internal request is a step of a shadow."""
         return rid_of(req).startswith(self.rid_prefix)
 
-    def pause(self) -> None:
-        """Note that nothing is there to be compared; a shadow has no clock."""
-
     def interrupt(self) -> None:
         """Note that the step in flight ended early; nobody times a shadow."""
 

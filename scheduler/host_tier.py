@@ -82,9 +82,9 @@ class HostTier:
         if self._build_first and _tokens_of(on_host) > room:
             # What came would be pushed out again before there is room for the rest.
             return frozenset(on_host), None
-        for key in on_host:
-            # Once more: the chunk before it has brought their build prefix along.
-            found = self._store.find_on_host(key)
+        for key, as_found in on_host.items():
+            # A load brings the build prefix along that others share, and may push something out.
+            found = as_found if loaded is None else self._store.find_on_host(key)
             if found is None or stops[key] <= covered or found.host_tokens > room:
                 continue
             came = found.host_tokens if self._store.load(found) else 0

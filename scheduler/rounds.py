@@ -25,6 +25,7 @@ from sgl_blend.engine.rounds import (
     take_out,
 )
 from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.scheduler.build_budget import ServedTime
 from sgl_blend.scheduler.internal_requests import AddReq, is_internal
 
 QUIET_S = 0.05
@@ -87,9 +88,6 @@ class BackgroundJob(Protocol):
             now_s: The first rank's clock; None outside of rounds, where nobody has read it.
         """
 
-    def pause(self) -> None:
-        """Note that no job has work, so that no round is told of."""
-
     def offer(self, now: Round) -> bool:
         """Put a step into the waiting queue if one may run; return whether the round is still free."""
 
@@ -113,14 +111,20 @@ class Rounds:
         scheduler: SGLang's Scheduler.
         tp_group: Whose first rank's clock counts.
         jobs: By precedence, the most urgent first.
+        served: The time that pays for their steps; it goes by the clock of the rounds.
     """
 
     def __init__(
-        self, scheduler: Scheduler, tp_group: TPGroup, jobs: Sequence[BackgroundJob]
+        self,
+        scheduler: Scheduler,
+        tp_group: TPGroup,
+        jobs: Sequence[BackgroundJob],
+        served: ServedTime,
     ) -> None:
         self.jobs = tuple(jobs)
         self._scheduler = scheduler
         self._tp_group = tp_group
+        self._served = served
         self._round: Round | None = None
         self._prefill_ended_s = -QUIET_S
         self._flush_may_wait = False
@@ -139,8 +143,7 @@ class Rounds:
             expect_room(running_batch)
         if not any(job.num_pending or job.is_running for job in self.jobs):
             self._round, self._step_ran = None, False
-            for job in self.jobs:
-                job.pause()
+            self._served.stop_clock()
             return
         scheduler = self._scheduler
         now_s, ended_s, may_run = self._tp_group.agree(
@@ -149,6 +152,7 @@ class Rounds:
         for job in self.jobs:
             job.collect(now_s)
         self._round = self._look(now_s, ended_s + QUIET_S, running_batch, may_run=bool(may_run))
+        self._served.elapse(now_s, busy=self._round.is_busy)
         for job in self.jobs:
             if not job.offer(self._round):
                 return

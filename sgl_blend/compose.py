@@ -40,7 +40,7 @@ from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.radix_ext.namespaces import architecture, fingerprint
 from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
-from sgl_blend.scheduler.build_budget import BUILD_SHARE, PROBE_SHARE
+from sgl_blend.scheduler.build_budget import BUILD_SHARE, PROBE_SHARE, BuildBudget, ServedTime
 from sgl_blend.scheduler.build_steps import StepPlanner
 from sgl_blend.scheduler.builds import ChunkBuilder, step_tokens
 from sgl_blend.scheduler.canary import Canary
@@ -102,13 +102,14 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     shares = FairShare(store, facts.capacity, lambda: probation.num_tokens)
     build_first = config.blend_on_miss == "build"
     tokens = step_tokens(scheduler, build_first=build_first)
+    served = ServedTime()
     builder = ChunkBuilder(
         scheduler,
         store,
         tp_group,
         StepPlanner(store, tokens),
         kind="build",
-        share=BUILD_SHARE,
+        budget=BuildBudget(served, BUILD_SHARE),
         on_built=shares.built,
     )
     memories = Memories(store, vocab_size(scheduler), fusion.memory_tokens)
@@ -118,7 +119,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         tp_group,
         ProbeSteps(store, tokens, memories),
         kind="probe",
-        share=PROBE_SHARE,
+        budget=BuildBudget(served, PROBE_SHARE),
         on_built=lambda key: None,
     )
     publish: dict[str, Any] = {
@@ -139,7 +140,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             max_kl=config.blend_canary_max_kl,
         )
         jobs.append(canary)
-    rounds = Rounds(scheduler, tp_group, jobs)
+    rounds = Rounds(scheduler, tp_group, jobs, served)
     switch.when_turned_off(rounds.forget)
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(

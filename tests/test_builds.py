@@ -4,7 +4,7 @@ from array import array
 from dataclasses import replace
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey
-from sgl_blend.scheduler.build_budget import BuildBudget
+from sgl_blend.scheduler.build_budget import BuildBudget, ServedTime
 from sgl_blend.scheduler.build_queue import BuildQueue
 
 
@@ -17,10 +17,11 @@ def key(salt: str, number: int, length: int = 10, prefix: int = 2) -> ChunkKey:
 
 def steps_in(seconds: float, step_s: float, *, busy: bool = True) -> list[float]:
     """Return when steps ran that take step_s each, among rounds of 10 ms."""
-    budget = BuildBudget(0.025)
+    served = ServedTime()
+    budget = BuildBudget(served, 0.025)
     ran, now = [], 0.0
     while now < seconds:
-        budget.elapse(now, busy=busy)
+        served.elapse(now, busy=busy)
         if budget.affords_step():
             budget.charge()
             ran.append(now)
@@ -37,25 +38,42 @@ def test_builds_take_a_fortieth_of_the_time_in_which_requests_are_served() -> No
 
 
 def test_at_most_one_step_is_saved_up() -> None:
-    budget = BuildBudget(0.025)
+    served = ServedTime()
+    budget = BuildBudget(served, 0.025)
     budget.learn(0.02)
-    budget.elapse(0.0, busy=True)
-    budget.elapse(1000.0, busy=True)
+    served.elapse(0.0, busy=True)
+    served.elapse(1000.0, busy=True)
     assert budget.affords_step()
     budget.charge()
     assert not budget.affords_step()
+
+
+def test_a_request_meets_a_build_or_a_probe_and_not_both() -> None:
+    served = ServedTime()
+    builds, probes = BuildBudget(served, 0.025), BuildBudget(served, 0.01)
+    served.elapse(0.0, busy=True)
+    served.elapse(1000.0, busy=True)
+    assert builds.affords_step()
+    assert probes.affords_step()
+    builds.charge()
+    assert not probes.affords_step()
+    served.elapse(1001.0, busy=True)
+    assert builds.affords_step()
+    assert not probes.affords_step()
+    served.elapse(1002.5, busy=True)
+    assert probes.affords_step()
 
 
 def test_idle_time_earns_nothing() -> None:
     assert steps_in(100.0, 0.02, busy=False) == []
 
 
-def test_time_without_pending_builds_earns_nothing() -> None:
-    budget = BuildBudget(0.025)
-    budget.elapse(0.0, busy=True)
-    budget.stop_clock()
-    budget.elapse(1000.0, busy=True)
-    assert not budget.affords_step()
+def test_time_without_background_work_earns_nothing() -> None:
+    served = ServedTime()
+    served.elapse(0.0, busy=True)
+    served.stop_clock()
+    served.elapse(1000.0, busy=True)
+    assert served.seconds == 0.0
 
 
 # --- queue ---

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from sgl_blend.engine.objects import PrefillAdder, Req, Verdict
 from sgl_blend.engine.requests import fill_ids, prefix_length
+from sgl_blend.engine.tiers import copies_in_flight
 
 
 def continue_verdict() -> Verdict:
@@ -74,15 +73,7 @@ def is_alone(adder: PrefillAdder) -> bool:
     """
     running = adder.running_batch
     is_idle = not adder.can_run_list and (running is None or running.is_empty())
-    return is_idle and not copies_in_flight(adder)
-
-
-def copies_in_flight(adder: PrefillAdder) -> bool:
-    """Tell whether KV is being copied to host memory or from there; it is locked until then."""
-    tree: Any = adder.tree_cache
-    return bool(
-        getattr(tree, "ongoing_write_through", None) or getattr(tree, "ongoing_load_back", None)
-    )
+    return is_idle and not copies_in_flight(adder.tree_cache)
 
 
 def cut_by_budget_alone(adder: PrefillAdder) -> None:

@@ -70,6 +70,13 @@ def own_node(req: Req) -> Handle:
     return Handle(req.last_node)
 
 
+def copies_in_flight(tree: Tree) -> bool:
+    """Tell whether KV is being copied to host memory or from there; it is locked until then."""
+    return bool(
+        getattr(tree, "ongoing_write_through", None) or getattr(tree, "ongoing_load_back", None)
+    )
+
+
 def finish_loads(tree: Tree) -> None:
     """Bring back what waits for a batch, if anything does, and wait for it.
 
