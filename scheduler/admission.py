@@ -29,6 +29,7 @@ from sgl_blend.engine.requests import (
     step_range,
 )
 from sgl_blend.engine.tiers import copies_in_flight
+from sgl_blend.engine.tree import tree_of
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
@@ -229,7 +230,7 @@ class Admission:
             self._store.unlock(held)
         # With build, an answer must not depend on the load: wait for memory while some may come free.
         may_wait = self._build_first and not self._foreground.is_alone(adder)
-        may_wait = may_wait or copies_in_flight(adder.tree_cache)
+        may_wait = may_wait or copies_in_flight(tree_of(adder))
         if is_out_of_memory(verdict) and not may_wait:
             return _add_plain(attempt, FallbackReason.NO_MEMORY, lookup)
         return verdict
