@@ -151,7 +151,8 @@ def test_a_server_that_is_not_there_is_one_sentence() -> None:
 def test_the_client_alone_is_faster_than_any_server_here() -> None:
     body = b'{"input_ids": [' + b", ".join([b"12345"] * 3000) + b"]}"
 
-    rate = measure_client([body], seconds=0.5)
+    # What else the machine does can only slow the client down, so the fastest moment is what it can.
+    rate = max(measure_client([body], seconds=0.5) for _ in range(4))
 
     # A hundred requests per second are more than an 8B model on one GPU serves by any estimate. This
     # client does thousands; the bound leaves room for a machine that does other things.
