@@ -81,6 +81,19 @@ def is_blended(salt: str | None) -> bool:
     return salt is not None and salt.startswith(f"{RESERVED_SALT}b:")
 
 
+def may_leave_server(salt: str | None, model: ModelFingerprint) -> bool:
+    """Tell whether KV of a namespace is of use to other servers: exact prompts, and a model's chunks.
+
+    A blended prompt is made again out of chunks, and what else is ours is never asked for.
+    """
+    return not (salt or "").startswith(RESERVED_SALT) or is_chunk_of(salt, model)
+
+
+def is_chunk_of(salt: str | None, model: ModelFingerprint) -> bool:
+    """Tell whether a namespace holds chunks of a model."""
+    return salt is not None and salt.startswith(f"{RESERVED_SALT}c:{model}:")
+
+
 def shadow_salt(model: ModelFingerprint, client_salt: str | None) -> str:
     """Name the namespace of full prefills by weights that the exact namespace may not be of."""
     return f"{RESERVED_SALT}s:{model}:{client_salt or ''}"

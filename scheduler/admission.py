@@ -25,6 +25,7 @@ from sgl_blend.engine.requests import (
     logprobs_from,
     prefix_length,
     prompt_ids,
+    rid_of,
     set_salt,
     step_range,
 )
@@ -46,6 +47,7 @@ from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.scheduler.storage_tier import StorageTier
 from sgl_blend.tuning.cost_model import CostModel
 
 PlaceOf = Callable[[ChunkHit], int | None]
@@ -62,6 +64,8 @@ class Admission:
         prober: ChunkBuilder,
         memories: Memories,
         shares: FairShare,
+        lookups: Lookups,
+        storage: StorageTier,
         *,
         capacity: int,
         cost_model: CostModel | None,
@@ -70,6 +74,7 @@ class Admission:
         sizes: RowSizes,
     ) -> None:
         self._sizes = sizes
+        self._storage = storage
         self._model = model
         self._store = store
         self._shares = shares
@@ -79,7 +84,7 @@ class Admission:
         self._foreground = ForegroundBuilds(store, capacity, builder, prober, memories)
         self._cost_model = cost_model
         self._build_first = build_first
-        self._lookups = Lookups(store, with_exact_namespace=not build_first)
+        self._lookups = lookups
         self._host: HostTier | None = None
         if store.has_host_tier:
             self._host = HostTier(store, self._lookups, build_first=build_first)
@@ -129,7 +134,7 @@ class Admission:
             assert reason is not None, "a request without a plan has a reason"
             verdict = _add_plain(attempt, reason, lookup)
         if attempt.succeeded and not self._build_first:
-            self._build_later(state, lookup)
+            self._build_later(req, state, lookup)
         return verdict
 
     def _waits_for_room(self, attempt: AdmissionAttempt, lookup: Lookup) -> bool:
@@ -144,9 +149,10 @@ class Admission:
             return _nowhere
         return self._memories.place_of
 
-    def _build_later(self, state: RequestState, lookup: Lookup) -> None:
+    def _build_later(self, req: Req, state: RequestState, lookup: Lookup) -> None:
         """Build what a request lacked in the background, for those that come after it."""
-        self._builder.enqueue(lookup.missing)
+        coming = self._storage.keys_coming(rid_of(req))
+        self._builder.enqueue(key for key in lookup.missing if key not in coming)
         if POLICIES[state.policy].trusts_memory:
             unknown = [hit.key for hit in lookup.hits if self._memories.place_of(hit) is None]
             self._prober.enqueue(self._memories.keys_of([*unknown, *lookup.missing]))

@@ -14,19 +14,22 @@ from sgl_blend.engine.models import runner_of
 from sgl_blend.engine.objects import (
     EvictParams,
     ForwardBatch,
+    Handle,
     InsertParams,
     ModelRunner,
     PrefillAdder,
     Received,
     Req,
+    RequestHandle,
     ScheduleBatch,
     Scheduler,
     Stock,
     Tree,
     TreeSettings,
 )
-from sgl_blend.engine.orders import is_order, may_end_weight_update
-from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of
+from sgl_blend.engine.orders import is_order, may_end_weight_update, needs_idle
+from sgl_blend.engine.prefetch import namespace_of_node
+from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of, rid_of_handle
 from sgl_blend.engine.rounds import (
     StateReply,
     Updater,
@@ -103,6 +106,7 @@ def around_get_new_batch_prefill(
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, running_batch, *args, **kwargs)
+    runtime.storage.begin_round()
     runtime.rounds.begin(running_batch)
     try:
         plan = orig(scheduler, running_batch, *args, **kwargs)
@@ -194,6 +198,35 @@ def before_reset(tree: Tree, *args: Any, **kwargs: Any) -> None:
         runtime.before_reset()
 
 
+def around_prefetch(orig: Stock, scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> Any:
+    """Ask storage for the chunks of an arriving request, not for the prompt that is never stored."""
+    runtime, state = _runtime_of(scheduler), state_of(req)
+    if runtime is None or state is None or not runtime.may_blend(state):
+        return orig(scheduler, req, *args, **kwargs)
+    runtime.storage.arrived(req, state)
+    return None
+
+
+def around_prefetch_progress(
+    orig: Stock, tree: Tree, handle: RequestHandle, *args: Any, **kwargs: Any
+) -> Any:
+    """Let a request wait for what comes from storage."""
+    runtime = _runtime_of(tree)
+    if runtime is not None and runtime.storage.is_waited_for(rid_of_handle(handle)):
+        return False
+    return orig(tree, handle, *args, **kwargs)
+
+
+def around_write_to_storage(
+    orig: Stock, tree: Tree, node: Handle, *args: Any, **kwargs: Any
+) -> Any:
+    """Write what another server or a later one could use, and nothing else."""
+    runtime = _runtime_of(tree)
+    if runtime is not None and not runtime.may_store(namespace_of_node(tree, node)):
+        return None
+    return orig(tree, node, *args, **kwargs)
+
+
 def around_process_input_requests(
     orig: Stock,
     scheduler: Scheduler,
@@ -209,6 +242,8 @@ def around_process_input_requests(
     orders = [received for received in all_received or () if is_order(received)]
     if orders or runtime.rounds.flush_waits():
         runtime.step_aside(scheduler)
+    if any(map(needs_idle, orders)):
+        runtime.leave_storage()
     if orders:
         runtime.rounds.order_came()
     result = orig(scheduler, all_received, *args, **kwargs)
@@ -223,6 +258,7 @@ def around_flush_cache(orig: Stock, scheduler: Scheduler, *args: Any, **kwargs: 
     if runtime is None:
         return orig(scheduler, *args, **kwargs)
     runtime.step_aside(scheduler)
+    runtime.leave_storage()
     flushed = orig(scheduler, *args, **kwargs)
     if flushed:
         runtime.forget_pending()

@@ -112,6 +112,11 @@ class Lookups:
         """
         self.holds_old_weights = not self._store.is_empty
 
+    @property
+    def exact_may_be_used(self) -> bool:
+        """Whether exact KV of a client's earlier prompts may be copied now."""
+        return self._with_exact_namespace and not self.holds_old_weights
+
     def _find_chunks(
         self, state: RequestState, prefix: int, before: list[ChunkHit | None]
     ) -> list[ChunkHit | None]:
@@ -167,7 +172,7 @@ class Lookups:
                 hits[0] = _from_the_beginning(hits[0], head)
                 head = hits[0].match
             matches.append(head)
-        if self._with_exact_namespace and not self.holds_old_weights:
+        if self.exact_may_be_used:
             # Without a limit, which would copy the prompt to leave its last token out.
             matches.append(
                 self._store.find_prefix(tokens, salt=state.client_salt, extra_key=key.extra_key)

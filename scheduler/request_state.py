@@ -50,7 +50,9 @@ class RequestState:
         host_seen: What device and host held then, and the room there was, if nothing could be
             brought back.
         host_tokens: Tokens that were brought back from host memory for it since it waits.
-        told_tokens: How many of them SGLang was told of.
+        storage_tokens: Tokens that came from storage to host memory for it since it waits.
+        load_s: Seconds that it waited for them.
+        told_tokens: How many of its copied tokens SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
@@ -83,6 +85,8 @@ class RequestState:
     on_host: frozenset[ChunkKey] = frozenset()
     host_seen: tuple[object, int] | None = None
     host_tokens: int = 0
+    storage_tokens: int = 0
+    load_s: float = 0.0
     told_tokens: int = 0
     admissions: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
@@ -155,9 +159,12 @@ class RequestState:
             chunk_hits=hits,
             chunk_misses=misses,
             host_tokens=self.host_tokens,
+            storage_tokens=self.storage_tokens,
+            load_ms=round(1000 * self.load_s, 3),
             fallback=fallback,
         )
         self.on_host, self.host_seen, self.host_tokens = frozenset(), None, 0
+        self.storage_tokens, self.load_s = 0, 0.0
 
     def count_step(
         self, start: int, stop: int, step: StepPlan | None, *, layers: LayerSplit, last: bool

@@ -32,6 +32,7 @@ from sgl_blend.engine.objects import (
     Tree,
     Verdict,
 )
+from sgl_blend.engine.prefetch import finish_writes
 from sgl_blend.engine.requests import (
     count_cached,
     fill_ids,
@@ -50,6 +51,7 @@ from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.radix_ext.fair_share import FairShare
+from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
 from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.attempt import AdmissionAttempt
@@ -62,6 +64,7 @@ from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.probes import Memories, run_probe
 from sgl_blend.scheduler.request_state import RequestState, state_of
 from sgl_blend.scheduler.rounds import Rounds
+from sgl_blend.scheduler.storage_tier import StorageTier
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class BlendRuntime:
         builder: Builds missing chunks.
         prober: Runs their probes.
         canary: Compares answers with full prefill; None unless asked for.
+        storage: Asks storage for chunks.
         probation: What the tree evicts first.
     """
 
@@ -92,6 +96,7 @@ class BlendRuntime:
         prober: ChunkBuilder,
         memories: Memories,
         canary: Canary | None,
+        storage: StorageTier,
         model: LoadedModel,
         fusor: Fusor,
         metrics: BlendMetrics,
@@ -107,6 +112,7 @@ class BlendRuntime:
         self.prober = prober
         self._memories = memories
         self.canary = canary
+        self.storage = storage
         self.admission = admission
         self._model = model
         self._fusor = fusor
@@ -349,12 +355,32 @@ class BlendRuntime:
         self.rounds.collect()  # also of a step whose result was looked at in the round before
         finish_copies(self._tree)
 
+    def leave_storage(self) -> None:
+        """Give up what comes from storage, and wait a moment for what is written there."""
+        self.storage.drop_all()
+        finish_writes(self._tree)
+
+    def may_blend(self, state: RequestState) -> bool:
+        """Tell whether a request that arrives could reuse chunks."""
+        return state.fallback is None and bool(state.keys)
+
+    def may_store(self, salt: str | None) -> bool:
+        """Tell whether KV of a namespace is written to storage.
+
+        The exact namespace names no weights. While it may hold KV of old ones, nothing of it is
+        written, because it would lie under the name of the present ones.
+        """
+        if self.admission.holds_old_weights and not is_chunk_of(salt, self._model.fingerprint):
+            return False
+        return may_leave_server(salt, self._model.fingerprint)
+
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.
 
         A request in the middle of its prefill goes on without what it has not copied yet.
         """
         self._model.renew()
+        self.storage.drop_all()
         if self._fusor.graphs is not None:
             self._fusor.graphs.weights_changed()
         self.admission.weights_changed()

@@ -22,6 +22,7 @@ from sgl_blend.engine.models import (
     query_heads,
 )
 from sgl_blend.engine.objects import Scheduler
+from sgl_blend.engine.prefetch import prepare_storage
 from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.engine.rounds import vocab_size
 from sgl_blend.engine.tp_group import TPGroup, this_group
@@ -46,9 +47,11 @@ from sgl_blend.scheduler.builds import ChunkBuilder, step_tokens
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.probes import Memories, ProbeSteps
 from sgl_blend.scheduler.rounds import BackgroundJob, Rounds
 from sgl_blend.scheduler.runtime import BlendRuntime
+from sgl_blend.scheduler.storage_tier import StorageTier
 from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
@@ -142,6 +145,9 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         jobs.append(canary)
     rounds = Rounds(scheduler, tp_group, jobs, served)
     switch.when_turned_off(rounds.forget)
+    lookups = Lookups(store, with_exact_namespace=not build_first)
+    prepare_storage(facts.tree)
+    storage = StorageTier(scheduler, facts.tree, tp_group, lookups)
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
         intake=Intake(
@@ -157,12 +163,15 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             prober,
             memories,
             shares,
+            lookups,
+            storage,
             capacity=facts.capacity,
             cost_model=fusion.cost_model,
             build_first=build_first,
             model=model,
             sizes=fusion.sizes,
         ),
+        storage=storage,
         rounds=rounds,
         builder=builder,
         prober=prober,

@@ -14,6 +14,7 @@ _COUNTED = (
     "chunk_hits",
     "chunk_misses",
     "host_tokens",
+    "storage_tokens",
 )
 COUNTERS = {
     "requests": "Requests whose prefill is done.",
@@ -26,6 +27,7 @@ COUNTERS = {
     "chunk_hits": "Chunks of which KV was reused.",
     "chunk_misses": "Chunks that were not stored.",
     "host_tokens": "Tokens of chunks that were brought back from host memory.",
+    "storage_tokens": "Tokens that came from storage to host memory.",
 }
 """Prometheus counters of all requests; each is named ``sgl_blend:NAME_total``."""
 FALLBACK_COUNTER = "Requests not blended, by reason."

@@ -79,6 +79,9 @@ def register() -> None:
             "storing": hooks.around_insert,
             "eviction": hooks.around_evict,
             "reset": hooks.before_reset,
+            "prefetch": hooks.around_prefetch,
+            "progress": hooks.around_prefetch_progress,
+            "write to storage": hooks.around_write_to_storage,
         }
     )
     wrap_engine_settings(make_server_args)

@@ -21,6 +21,8 @@ class BlendReport(msgspec.Struct, kw_only=True):
         chunk_hits: Chunks after the prefix of which KV was found.
         chunk_misses: Chunks after the prefix that were not stored.
         host_tokens: Tokens of chunks that were brought back from host memory for it.
+        storage_tokens: Tokens that came from storage to host memory for it, of its exact prefix too.
+        load_ms: Milliseconds that it waited for them.
         policy: The policy that chose the recomputed tokens.
         ratio: Share of the tokens of reused chunks that was to be recomputed.
         fallback: Code of the reason why no chunk was reused at another place; None if one was.
@@ -35,6 +37,8 @@ class BlendReport(msgspec.Struct, kw_only=True):
     chunk_hits: int = 0
     chunk_misses: int = 0
     host_tokens: int = 0
+    storage_tokens: int = 0
+    load_ms: float = 0.0
     policy: str
     ratio: float
     fallback: FallbackReason | None = None

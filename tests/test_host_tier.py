@@ -153,6 +153,48 @@ def test_an_answer_shows_that_nobody_waited(start_engine: StartEngine) -> None:
     assert largest_difference(hasty.answer.logprobs[0], warm.answer.logprobs[0]) > 1e-3
 
 
+@contextmanager
+def _slow_layers(driver: Driver, seconds: float) -> Iterator[None]:
+    """Let each layer take so long to compute."""
+    layers = driver.scheduler.tp_worker.model_runner.model.model.layers
+    hooks = [
+        layer.mlp.register_forward_pre_hook(lambda *args: time.sleep(seconds)) for layer in layers
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _seconds(driver: Driver, where: str, load_s: float, compute_s: float) -> float:
+    """Return how long a prefill takes whose layers take so long to come back and to compute."""
+    _store(driver)
+    if where == "host":
+        _push_out(driver)
+    with _slow_loads(load_s), _slow_layers(driver, compute_s):
+        begun = time.monotonic()
+        (answer,) = driver.ask(_other_order(max_new_tokens=1))
+        taken = time.monotonic() - begun
+    assert answer.report["host_tokens"] == (200 if where == "host" else 0)
+    driver.settle()
+    return taken
+
+
+@pytest.mark.parametrize(("load_s", "compute_s"), [(0.12, 0.06), (0.1, 0.1), (0.06, 0.12)])
+def test_a_load_hides_behind_the_layers(
+    start_engine: StartEngine, load_s: float, compute_s: float
+) -> None:
+    engine = start_engine(**settings())
+    layers = 4
+    compute = engine.call(_seconds, "device", 0.0, compute_s)
+    taken = engine.call(_seconds, "host", load_s, compute_s)
+    assert compute > layers * compute_s
+    bar = 1.15 * max(layers * load_s, compute) + load_s
+    assert bar < layers * load_s + compute, "one after the other would pass too"
+    assert taken <= bar
+
+
 def _ask_in_pieces(driver: Driver, where: str) -> list[Answer]:
     """Ask twice at once, cut into steps; the second finds on the device what the first brings back."""
     _store(driver)

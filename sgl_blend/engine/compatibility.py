@@ -78,11 +78,6 @@ REFUSALS = (
         "prefill and decode on separate servers are not tested",
     ),
     Refusal(
-        "--hicache-storage-backend",
-        _is_set("hicache_storage_backend"),
-        "what is read from storage is not checked yet",
-    ),
-    Refusal(
         "--hicache-host-memory-mode",
         lambda args: getattr(args, "hicache_host_memory_mode", "cache") != "cache",
         "chunks stay in host memory only if it is a cache",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sgl_blend.engine.prefetch import prefetch_targets, progress_targets, write_targets
 from sgl_blend.engine.tree_branch import eviction_targets, insert_targets, reset_targets
 from sgl_blend.engine.versions import Features, check_version
 from sgl_blend.errors import UnsupportedError
@@ -56,6 +57,9 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
         "storing": [(target, "around") for target in insert_targets()],
         "eviction": [(target, "around") for target in eviction_targets()],
         "reset": [(target, "before") for target in reset_targets()],
+        "prefetch": [(target, "around") for target in prefetch_targets()],
+        "progress": [(target, "around") for target in progress_targets()],
+        "write to storage": [(target, "around") for target in write_targets()],
     }
 
 

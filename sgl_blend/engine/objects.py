@@ -34,6 +34,20 @@ class Tree(Protocol):
     load_back: Callable[..., Any]
     ready_to_load_host_cache: Callable[..., int]
     check_hicache_events: Callable[..., None]
+    page_size: int
+    tree_core: Any  # with storage, which 0.5.17 does not have; so are the following
+    prefetch_threshold: int
+    hicache_storage_pass_prefix_keys: bool
+    storage_prefetch_retries: Any
+    ongoing_backup: dict[int, Any]
+    is_root: Callable[..., bool]
+    is_backuped: Callable[..., bool]
+    get_last_hash_value: Callable[..., str | None]
+    get_prefix_hash_values: Callable[..., list[str]]
+    prefetch_from_storage: Callable[..., Any]
+    has_ongoing_prefetch: Callable[..., bool]
+    pop_prefetch_loaded_tokens: Callable[..., int]
+    release_aborted_request: Callable[..., None]
     evictable_size: Callable[..., int]
     protected_size: Callable[..., int]
 
@@ -106,6 +120,12 @@ class Received(Protocol):
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: Any
+
+
+class RequestHandle(Protocol):
+    """What the tree knows a request by, since 0.5.21."""
+
+    rid: str
 
 
 class ScheduleBatch(Protocol):

@@ -11,10 +11,28 @@ _TRAFFIC = (
 )
 """What clients cause; everything else that reaches the scheduler is an operator's order."""
 
+_NEED_IDLE = (
+    "FlushCache",
+    "ClearHiCache",
+    "AttachHiCacheStorage",
+    "DetachHiCacheStorage",
+    "ReleaseMemoryOccupation",
+    "BeginWeightUpdate",
+    "EndWeightUpdate",
+    "UpdateWeight",
+    "CheckWeights",
+)
+"""How the names of orders begin that wait for copies and writes."""
+
 
 def is_order(received: object) -> bool:
     """Tell whether what the scheduler received is an order: flush, weights, memory, pause."""
     return type(received).__name__ not in _TRAFFIC
+
+
+def needs_idle(received: object) -> bool:
+    """Tell whether SGLang carries an order out on an idle server only, or it changes what KV means."""
+    return type(received).__name__.startswith(_NEED_IDLE)
 
 
 def may_end_weight_update(received: object) -> bool:

@@ -11,6 +11,7 @@ from sgl_blend.engine.objects import (
     Completions,
     Received,
     Req,
+    RequestHandle,
     TokenizerManager,
     Tree,
 )
@@ -151,6 +152,11 @@ def mend_returned_prompts(
 def rid_of(req: Req) -> str:
     """Return a request's id."""
     return req.rid
+
+
+def rid_of_handle(handle: RequestHandle) -> str:
+    """Return the id of the request that the tree knows by a handle."""
+    return handle.rid
 
 
 def is_health_check(req: Req) -> bool:

@@ -1,0 +1,170 @@
+"""Chunks in storage come to host memory before the request that wants them is admitted.
+
+SGLang asks its storage for the prompt of a request as a whole. A blended prompt is never stored. So
+each chunk is asked for by its own path, and the client's exact prefix with them. Chunks are built after
+the same build prefix. If device and host lack that, it is asked for first, and once.
+
+    arrival      exact prefix, build prefix or chunks are asked for      arrived
+    each round   what came is counted, the next is asked for             begin_round
+    admission    SGLang asks whether to go on waiting                    is_waited_for
+
+What comes too late stays in host memory for the next request.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from sgl_blend.engine.objects import Req, Scheduler, Tree
+from sgl_blend.engine.prefetch import (
+    Prefetch,
+    drop_prefetch,
+    has_storage,
+    is_on_its_way,
+    start_prefetch,
+    take_loaded,
+)
+from sgl_blend.engine.requests import prompt_ids, rid_of
+from sgl_blend.engine.rounds import is_queued
+from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.lookup import Lookups
+from sgl_blend.scheduler.request_state import RequestState
+
+_MOST_WAIT_S = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """A request whose KV was asked for.
+
+    Attributes:
+        req: The request.
+        state: Its state.
+        since_s: When it was first seen in a round; None before.
+        coming: What is on its way, each with the chunk that it is a part of, if it is.
+        next_keys: Chunks to ask for once their build prefix is there.
+        is_awaited: Whether the request still waits for it.
+    """
+
+    req: Req
+    state: RequestState
+    since_s: float | None = None
+    coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
+    next_keys: tuple[ChunkKey, ...] = ()
+    is_awaited: bool = True
+
+
+class StorageTier:
+    """Asks storage for chunks; owned by the scheduler thread.
+
+    Args:
+        scheduler: SGLang's Scheduler.
+        tree: Its tree.
+        tp_group: Whose first rank's clock counts.
+        lookups: Knows whether exact KV of a client's earlier prompts is of use.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, tree: Tree, tp_group: TPGroup, lookups: Lookups
+    ) -> None:
+        self._scheduler = scheduler
+        self._tree = tree
+        self._tp_group = tp_group
+        self._lookups = lookups
+        self._arrivals: dict[str, _Arrival] = {}
+        self._serial = 0
+
+    @property
+    def num_coming(self) -> int:
+        """What is on its way, or was asked for."""
+        return sum(len(arrival.coming) for arrival in self._arrivals.values())
+
+    def arrived(self, req: Req, state: RequestState) -> None:
+        """Ask storage for what device and host lack of a request; also after a retraction."""
+        if not has_storage(self._tree) or rid_of(req) in self._arrivals:
+            return
+        arrival = _Arrival(req, state)
+        first = state.keys[0]
+        if self._lookups.exact_may_be_used:
+            tokens = prompt_ids(req)[: state.num_tokens - 1]
+            self._ask(arrival, tokens, state.client_salt, first.extra_key)
+        if self._ask(arrival, first.prefix_only.path, first.salt, first.extra_key):
+            arrival.next_keys = state.keys
+        else:
+            self._ask_for_chunks(arrival, state.keys)
+        if arrival.coming:
+            self._arrivals[rid_of(req)] = arrival
+
+    def begin_round(self) -> None:
+        """See what has come; all ranks begin their rounds together."""
+        if not self._arrivals:
+            return
+        now_s = self._tp_group.now()
+        for rid, arrival in list(self._arrivals.items()):
+            if arrival.since_s is None:
+                arrival.since_s = now_s
+            self._look(arrival)
+            if arrival.is_awaited and not is_queued(self._scheduler, arrival.req):
+                self._abandon(arrival)  # it was aborted
+            waited_s = now_s - arrival.since_s
+            if arrival.is_awaited and (not arrival.coming or waited_s > _MOST_WAIT_S):
+                arrival.is_awaited = False
+                arrival.state.load_s += waited_s
+            if not arrival.coming:
+                del self._arrivals[rid]
+
+    def is_waited_for(self, rid: str) -> bool:
+        """Tell whether a request goes on waiting for its KV; all ranks are told the same."""
+        arrival = self._arrivals.get(rid)
+        return arrival is not None and arrival.is_awaited
+
+    def keys_coming(self, rid: str) -> frozenset[ChunkKey]:
+        """Return the chunks of a request that are still on their way, though it waits no longer."""
+        arrival = self._arrivals.get(rid)
+        if arrival is None:
+            return frozenset()
+        return frozenset(key for key in arrival.coming.values() if key is not None)
+
+    def drop_all(self) -> None:
+        """Give up whatever is on its way: an order is about to be carried out."""
+        for arrival in self._arrivals.values():
+            self._abandon(arrival)
+        self._arrivals.clear()
+
+    def _look(self, arrival: _Arrival) -> None:
+        over = [one for one in arrival.coming if not is_on_its_way(self._tree, one)]
+        for prefetch in over:
+            del arrival.coming[prefetch]
+            arrival.state.storage_tokens += take_loaded(self._tree, prefetch)
+        if over and not arrival.coming and arrival.next_keys:
+            keys, arrival.next_keys = arrival.next_keys, ()
+            self._ask_for_chunks(arrival, keys)
+
+    def _ask_for_chunks(self, arrival: _Arrival, keys: Iterable[ChunkKey]) -> None:
+        for key in dict.fromkeys(keys):
+            self._ask(arrival, key.path, key.salt, key.extra_key, key)
+
+    def _ask(
+        self,
+        arrival: _Arrival,
+        path: array[int],
+        salt: str | None,
+        extra_key: str | None,
+        key: ChunkKey | None = None,
+    ) -> bool:
+        """Ask for a path; return whether something may come."""
+        self._serial += 1
+        name = f"{rid_of(arrival.req)}#{self._serial}"
+        prefetch = start_prefetch(self._tree, name, path, salt=salt, extra_key=extra_key)
+        if prefetch is not None:
+            arrival.coming[prefetch] = key
+        return prefetch is not None
+
+    def _abandon(self, arrival: _Arrival) -> None:
+        for prefetch in arrival.coming:
+            drop_prefetch(self._tree, prefetch)
+        arrival.coming.clear()
+        arrival.next_keys = ()

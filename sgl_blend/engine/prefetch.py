@@ -1,0 +1,162 @@
+"""HiCache's storage: KV on its way from there to host memory, and what is written there."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from sgl_blend.engine.objects import Handle, Tree
+from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
+
+_WAIT_S = 0.001
+_MOST_WAITS = 3000
+"""How long an order waits for what is being written; SGLang answers it "busy" after that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """A path on its way from storage to host memory.
+
+    Attributes:
+        name: An id that no other prefetch has, nor any request.
+        handle: SGLang's CacheRequestHandle, by which the tree knows it.
+        num_tokens: Tokens that were asked for: of them as many come as are stored from the first on.
+    """
+
+    name: str
+    handle: Handle
+    num_tokens: int
+
+
+def has_storage(tree: Tree) -> bool:
+    """Tell whether there is storage behind host memory now; an operator can attach and detach it."""
+    return bool(getattr(tree, "enable_storage", False))
+
+
+def prepare_storage(tree: Tree) -> None:
+    """Have what names pages compiled now: SGLang does it while the first request waits."""
+    if has_storage(tree):
+        from sglang.srt.mem_cache.utils import get_hash_str
+
+        get_hash_str(array("q", [0] * tree.page_size), None, page_size=tree.page_size)
+
+
+def start_prefetch(
+    tree: Tree,
+    name: str,
+    token_ids: array[int],
+    *,
+    salt: str | None,
+    extra_key: str | None,
+) -> Prefetch | None:
+    """Ask storage for what device and host lack of a path.
+
+    Args:
+        tree: SGLang's tree.
+        name: An id that no other prefetch has, nor any request.
+        token_ids: The path.
+        salt: Its namespace.
+        extra_key: SGLang's request class.
+
+    Returns:
+        The prefetch; None if nothing is to be asked for, or if SGLang reads too much at present.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+    result = prefix_match(tree, tree_key(token_ids, salt=salt, extra_key=extra_key))
+    anchor = result.last_host_node
+    matched = prefix_tokens(result) + result.host_hit_length
+    num_tokens = (len(token_ids) - matched) // tree.page_size * tree.page_size
+    # KV that is stored is on the host first, from its beginning on.
+    if num_tokens == 0 or not (tree.is_backuped(anchor) or tree.is_root(anchor)):
+        return None
+    tree.prefetch_threshold = tree.page_size  # SGLang does not ask for less than 256 tokens
+    handle = CacheRequestHandle(rid=name, attempt_id=0)
+    passes_prefix = tree.hicache_storage_pass_prefix_keys
+    tree.prefetch_from_storage(
+        handle,
+        anchor,
+        token_ids[matched:],
+        tree.get_last_hash_value(anchor),
+        tree.get_prefix_hash_values(anchor) if passes_prefix else None,
+        matched_prefix_tokens=token_ids[:matched],
+        extra_key=extra_key,
+        cache_salt=salt or None,
+    )
+    if tree.has_ongoing_prefetch(handle):
+        return Prefetch(name, Handle(handle), num_tokens)
+    _forget(tree, name)
+    return None
+
+
+def is_on_its_way(tree: Tree, prefetch: Prefetch) -> bool:
+    """Tell whether a prefetch may still bring something; all ranks are told the same."""
+    return bool(tree.has_ongoing_prefetch(prefetch.handle))
+
+
+def take_loaded(tree: Tree, prefetch: Prefetch) -> int:
+    """Return how many tokens a prefetch that is over has brought; the tree forgets it."""
+    loaded = int(tree.pop_prefetch_loaded_tokens(prefetch.handle))
+    _forget(tree, prefetch.name)
+    return loaded
+
+
+def drop_prefetch(tree: Tree, prefetch: Prefetch) -> None:
+    """Give a prefetch up. Host memory that is being read into comes free when the read is over."""
+    tree.release_aborted_request(prefetch.handle)
+
+
+def _forget(tree: Tree, name: str) -> None:
+    """Let SGLang not wait for a request of that name, to ask once more for it."""
+    tree.storage_prefetch_retries.cancel(name)
+
+
+def namespace_of_node(tree: Tree, node: Handle) -> str | None:
+    """Return the cache salt of a node."""
+    salt: str | None = tree.tree_core.prefetch_anchor_info(node)[1]
+    return salt
+
+
+def writes_in_flight(tree: Tree) -> frozenset[int]:
+    """Return SGLang's numbers of what is being written to storage, or waits to be."""
+    return frozenset(tree.ongoing_backup) if has_storage(tree) else frozenset()
+
+
+def finish_writes(tree: Tree) -> None:
+    """Wait a moment for what is being written to storage; SGLang takes no order meanwhile.
+
+    All ranks must come here together. They see the same writes end in the same turn.
+    """
+    for _ in range(_MOST_WAITS):
+        if not writes_in_flight(tree):
+            return
+        time.sleep(_WAIT_S)
+        tree.check_hicache_events()
+
+
+# --- hooks ---
+
+
+def prefetch_targets() -> list[str]:
+    """Return the method through which the scheduler asks storage for an arriving request."""
+    return _targets("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache")
+
+
+def progress_targets() -> list[str]:
+    """Return the method through which the scheduler asks whether a request goes on waiting."""
+    return _targets(f"{_TREE}.check_prefetch_progress")
+
+
+def write_targets() -> list[str]:
+    """Return the method through which a node is written to storage."""
+    return _targets(f"{_TREE}.write_backup_storage")
+
+
+_TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+
+
+def _targets(target: str) -> list[str]:
+    """Return nothing on 0.5.17, which has a tree of its own for HiCache and no checked storage."""
+    return [] if find_spec("sglang.srt.mem_cache.hiradix_cache") is not None else [target]
