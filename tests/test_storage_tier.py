@@ -9,13 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from engines import model_folder
-from harness import ENGINE_ARGS, Answer, Driver, Engine, Prompt, rag_prompt, random_tokens
+from engines import StartEngine, model_folder, start_engine
+from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-from tiny_models import head_dim_for, make_model
 
-__all__ = ["model_folder"]  # fixtures
+__all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
@@ -27,9 +26,7 @@ PAGE = 16
 
 def settings(**more: Any) -> dict[str, Any]:
     return {
-        "enable_blend": True,
-        "blend_check_layer": 1,
-        "blend_when": "always",
+        "blend_policy": "hkvd",  # goes by no memory, which a new process does not have
         "max_total_tokens": 1024,
         "page_size": PAGE,
         "enable_hierarchical_cache": True,
@@ -40,44 +37,26 @@ def settings(**more: Any) -> dict[str, Any]:
     }
 
 
-class Servers:
-    """Engines that come one after the other, or side by side, on one folder."""
-
-    def __init__(self, models: Path, folder: Path) -> None:
-        self._models = models
-        self.folder = folder
-        self._running: list[Engine] = []
-
-    def start(self, **more: Any) -> Engine:
-        made = settings(**more)
-        head_dim = head_dim_for({**ENGINE_ARGS, **made})
-        with patch.dict(os.environ, {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(self.folder)}):
-            engine = Engine(make_model("llama", self._models, head_dim=head_dim), **made)
-        self._running.append(engine)
-        return engine
-
-    def close(self) -> None:
-        for engine in self._running:
-            engine.close()
-        self._running.clear()
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder that all engines of these tests store in; tests differ by tenant."""
+    folder = tmp_path_factory.mktemp("store")
+    with patch.dict(os.environ, {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}):
+        yield folder
 
 
-@pytest.fixture
-def servers(model_folder: Path, tmp_path: Path) -> Iterator[Servers]:
-    found = Servers(model_folder, tmp_path / "store")
-    yield found
-    found.close()
+def _prompt(salt: str, order: tuple[int, ...] = (2, 0, 1)) -> Prompt:
+    return rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION, salt=salt)
 
 
-def _ask(driver: Driver, order: tuple[int, ...] = (2, 0, 1), **rest: Any) -> Answer:
-    prompt = rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION, **rest)
-    (answer,) = driver.ask(prompt)
+def _ask(driver: Driver, salt: str, order: tuple[int, ...] = (2, 0, 1)) -> Answer:
+    (answer,) = driver.ask(_prompt(salt, order))
     driver.settle()
     return answer
 
 
-def _kv(driver: Driver) -> list[Any]:
-    return driver.kv(SYSTEM + CHUNKS[1], driver.chunk_salt())
+def _kv(driver: Driver, salt: str) -> list[Any]:
+    return driver.kv(SYSTEM + CHUNKS[1], driver.chunk_salt(salt))
 
 
 def _same(kv: list[Any], other: list[Any]) -> bool:
@@ -86,25 +65,6 @@ def _same(kv: list[Any], other: list[Any]) -> bool:
         for layer, layer_2 in zip(kv, other, strict=True)
         for x, y in zip(layer, layer_2, strict=True)
     )
-
-
-def test_chunks_come_back_after_a_restart(servers: Servers) -> None:
-    first = servers.start()
-    first.call(_ask, (0, 1, 2))
-    warm, kv = first.call(_ask), first.call(_kv)
-    servers.close()
-
-    second = servers.start()
-    back, kv_back = second.call(_ask), second.call(_kv)
-
-    shared, whole = len(SYSTEM) // PAGE * PAGE, len(SYSTEM + CHUNKS[0])
-    stored = shared + len(CHUNKS) * (whole - shared)
-    assert back.report["storage_tokens"] == back.report["host_tokens"] == stored
-    assert back.report["load_ms"] > 0
-    assert _alike(back.report) == _alike(warm.report)
-    assert back.report["chunk_hits"] == 3
-    assert back.logprobs == warm.logprobs
-    assert _same(kv, kv_back)
 
 
 def _alike(report: dict[str, Any]) -> dict[str, Any]:
@@ -116,8 +76,14 @@ def _alike(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _names(servers: Servers) -> set[str]:
-    return {path.name for path in servers.folder.iterdir()}
+def _names(store: Path) -> set[str]:
+    return {path.name for path in store.iterdir()}
+
+
+def _num_pages(*paths: list[int]) -> int:
+    """Return how many pages paths have that begin with the system prompt, and share those of it."""
+    shared = len(SYSTEM) // PAGE
+    return shared + sum(len(path) // PAGE - shared for path in paths)
 
 
 def _built(driver: Driver) -> int:
@@ -143,120 +109,133 @@ def _slow_reads(seconds: float) -> Iterator[None]:
         yield
 
 
-def _fill_and_ask(driver: Driver) -> tuple[Answer, Answer]:
-    _ask(driver, (0, 1, 2))
-    warm = _ask(driver)
+def _fill(driver: Driver, salt: str) -> tuple[Answer, list[Any], int]:
+    """Have all chunks built and stored; return a warm answer, KV of a chunk, and what was built."""
     _flush(driver)
-    return warm, _ask(driver)
+    built = _built(driver)
+    _ask(driver, salt, (0, 1, 2))
+    warm, kv = _ask(driver, salt), _kv(driver, salt)
+    _flush(driver)
+    return warm, kv, _built(driver) - built
 
 
-def test_chunks_come_back_after_a_flush(servers: Servers) -> None:
-    engine = servers.start()
-    warm, back = engine.call(_fill_and_ask)
-    assert back.report["storage_tokens"] > 0
+def _ask_for_stored(driver: Driver, salt: str) -> tuple[Answer, list[Any], int]:
+    """Ask a server that holds nothing itself."""
+    _flush(driver)
+    built = _built(driver)
+    answer = _ask(driver, salt)
+    return answer, _kv(driver, salt), _built(driver) - built
+
+
+@pytest.mark.parametrize("where", ["flushed", "another"])
+def test_chunks_come_back(start_engine: StartEngine, where: str) -> None:
+    engine = start_engine(**settings())
+    warm, kv, built = engine.call(_fill, where)
+    assert built == len(CHUNKS)
+    if where == "another":
+        engine = start_engine(**settings(max_total_tokens=1040))
+    back, kv_back, built = engine.call(_ask_for_stored, where)
+    stored = PAGE * _num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
+    assert back.report["storage_tokens"] == back.report["host_tokens"] == stored
+    assert back.report["load_ms"] > 0
     assert _alike(back.report) == _alike(warm.report)
+    assert back.report["chunk_hits"] == len(CHUNKS)
     assert back.logprobs == warm.logprobs
-    assert engine.call(_built) == len(CHUNKS), "what is stored was built again"
+    assert _same(kv, kv_back)
+    assert built == 0, "what is stored was built again"
 
 
-def test_no_blended_prompt_is_stored(servers: Servers) -> None:
-    servers.start().call(_fill_and_ask)
-    pages = len(SYSTEM) // PAGE + len(CHUNKS) * (
-        len(SYSTEM + CHUNKS[0]) // PAGE - len(SYSTEM) // PAGE
-    )
-    assert len(_names(servers)) == pages
+def test_no_blended_prompt_is_stored(start_engine: StartEngine, store: Path) -> None:
+    before = _names(store)
+    start_engine(**settings()).call(_fill, "blended prompts")
+    stored = _names(store) - before
+    assert len(stored) == _num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
 
 
-def _ask_as(driver: Driver, salt: str) -> Answer:
-    _flush(driver)
-    return _ask(driver, salt=salt)
+def test_tenants_share_nothing_that_is_stored(start_engine: StartEngine, store: Path) -> None:
+    engine = start_engine(**settings())
+    before = _names(store)
+    engine.call(_fill, "a")
+    of_a = _names(store) - before
+    answer, _, built = engine.call(_ask_for_stored, "b")
+    assert answer.report["storage_tokens"] == 0
+    assert built == len(CHUNKS)
+    assert len(_names(store) - before) == 2 * len(of_a)
 
 
-def test_tenants_share_nothing_that_is_stored(servers: Servers) -> None:
-    engine = servers.start()
-    engine.call(_ask_as, "a")
-    names = _names(servers)
-    assert engine.call(_ask_as, "b").report["storage_tokens"] == 0
-    assert len(_names(servers)) == 2 * len(names)
-    assert engine.call(_ask_as, "a").report["storage_tokens"] > 0
-
-
-def _ask_with_a_history(driver: Driver) -> tuple[Answer, Answer]:
+def _ask_with_a_history(driver: Driver, salt: str) -> tuple[Answer, Answer]:
     """Ask with the beginning of the prompt computed exactly before, on the device and in storage."""
+    _fill(driver, salt)
+    driver.ask(Prompt([SYSTEM + CHUNKS[2] + CHUNKS[0]], salt=salt))
+    warm = _ask(driver, salt)
     _flush(driver)
-    driver.ask(Prompt([SYSTEM + CHUNKS[2] + CHUNKS[0]]))
-    warm = _ask(driver)
-    _flush(driver)
-    return warm, _ask(driver)
+    return warm, _ask(driver, salt)
 
 
-def test_an_exact_prefix_comes_back(servers: Servers) -> None:
-    warm, back = servers.start().call(_ask_with_a_history)
+def test_an_exact_prefix_comes_back(start_engine: StartEngine) -> None:
+    warm, back = start_engine(**settings()).call(_ask_with_a_history, "history")
     assert warm.report["prefix_tokens"] == len(SYSTEM + CHUNKS[2] + CHUNKS[0]) // PAGE * PAGE
-    assert back.report["prefix_tokens"] == warm.report["prefix_tokens"]
+    assert _alike(back.report) == _alike(warm.report)
     assert back.report["storage_tokens"] >= back.report["prefix_tokens"]
 
 
-def _ask_of_a_slow_store(driver: Driver) -> tuple[Answer, float, int, Answer]:
-    _ask(driver, (0, 1, 2))
-    _flush(driver)
+def _ask_of_a_slow_store(driver: Driver, salt: str) -> tuple[Answer, float, int, Answer]:
+    _fill(driver, salt)
     built = _built(driver)
-    with _slow_reads(1.0):
+    with _slow_reads(0.5):
         begun = time.monotonic()
-        (late,) = driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+        (late,) = driver.ask(_prompt(salt))
         taken = time.monotonic() - begun
         driver.settle()
-    return late, taken, _built(driver) - built, _ask(driver)
+    return late, taken, _built(driver) - built, _ask(driver, salt)
 
 
-@pytest.mark.slow
-def test_nobody_waits_for_a_slow_store(servers: Servers) -> None:
-    late, taken, built, after = servers.start().call(_ask_of_a_slow_store)
+def test_nobody_waits_for_a_slow_store(start_engine: StartEngine) -> None:
+    late, taken, built, after = start_engine(**settings()).call(_ask_of_a_slow_store, "slow")
     assert late.report["chunk_hits"] == 0
     assert taken < 3.0
     assert built == 0, "what was on its way was built"
     assert after.report["chunk_hits"] == len(CHUNKS)
 
 
-def _interrupt(driver: Driver, how: str) -> Answer:
+def _interrupt(driver: Driver, salt: str) -> Answer:
     """Do something while a request waits for storage, and ask again."""
-    _ask(driver, (0, 1, 2))
-    _flush(driver)
+    _fill(driver, salt)
     with _slow_reads(0.02):
-        req = driver.submit(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+        req = driver.submit(_prompt(salt))
         while not driver.scheduler.tree_cache.cache_controller.prefetch_tokens_occupied:
             driver.step()
         assert driver.runtime.storage.num_coming > 0
-        if how == "abort":
-            driver.scheduler.abort_request(AbortReq(rid=req.rid))
-        elif how == "flush":
-            driver.scheduler.abort_request(AbortReq(rid=req.rid))
-            assert driver.scheduler.flush_cache(), "what nobody waits for keeps the server busy"
-        else:
+        if salt == "new weights":
             driver.runtime.weights_changed()
             driver.run_until(req.finished)
             assert req.sgl_blend.report.storage_tokens == 0
-            return driver.answer(req)
-        driver.settle()
+            answer: Answer = driver.answer(req)
+        else:
+            driver.scheduler.abort_request(AbortReq(rid=req.rid))
+            if salt == "flush":
+                driver.runtime.step_aside(driver.scheduler)
+                assert driver.scheduler.flush_cache(), "what nobody waits for keeps the server busy"
+            driver.settle()
+            answer = _ask(driver, salt)
     assert driver.runtime.storage.num_coming == 0
-    return _ask(driver)
+    _flush(driver)
+    return answer
 
 
-@pytest.mark.parametrize("how", ["abort", "flush", "weights"])
-def test_what_is_on_its_way_can_be_given_up(servers: Servers, how: str) -> None:
-    engine = servers.start()
-    answer = engine.call(_interrupt, how)
-    if how == "weights":
-        assert answer.report["chunk_hits"] == 0
-    else:
-        assert answer.report["chunk_hits"] == len(CHUNKS)
-    engine.call(_flush)
+@pytest.mark.parametrize(
+    ("how", "hits"), [("abort", len(CHUNKS)), ("flush", len(CHUNKS)), ("new weights", 0)]
+)
+def test_what_is_on_its_way_can_be_given_up(start_engine: StartEngine, how: str, hits: int) -> None:
+    assert start_engine(**settings()).call(_interrupt, how).report["chunk_hits"] == hits
 
 
-def test_build_mode_answers_alike(servers: Servers) -> None:
-    engine = servers.start(blend_on_miss="build")
-    warm, back = engine.call(_fill_and_ask)
+def test_build_mode_answers_alike(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(blend_on_miss="build"))
+    warm, kv, _ = engine.call(_fill, "build")
+    back, kv_back, built = engine.call(_ask_for_stored, "build")
     assert back.report["storage_tokens"] > 0
     assert _alike(back.report) == _alike(warm.report)
     assert back.logprobs == warm.logprobs
-    assert engine.call(_built) == len(CHUNKS), "what is stored was built again"
+    assert _same(kv, kv_back)
+    assert built == 0, "what is stored was built again"
