@@ -210,6 +210,12 @@ class ChunkStore:
         stored = found.device_tokens + found.host_tokens
         return found if found.host_tokens and stored >= self.whole_pages(len(path)) else None
 
+    def find_prefix_on_host(
+        self, tokens: array[int], *, salt: str | None, extra_key: str | None
+    ) -> HostMatch:
+        """Return the longest prefix of tokens in any namespace, on the device or in host memory."""
+        return match_host(self._tree, tokens, salt=salt, extra_key=extra_key)
+
     def load(self, found: HostMatch) -> bool:
         """Bring a chunk back beside the next forward; return whether there was room.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sgl_blend.engine.admission import rows_left
-from sgl_blend.engine.requests import host_hit_length, prefix_length
+from sgl_blend.engine.requests import host_hit_length, prefix_length, prompt_ids
 from sgl_blend.engine.tiers import HostMatch, own_node, tokens_to_spare
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.attempt import AdmissionAttempt
@@ -44,15 +44,19 @@ class HostTier:
             missing, because nobody needs to build it; unless every answer has to wait for its chunks.
         """
         req, state = attempt.req, attempt.state
-        if not lookup.missing or rows_left(attempt.adder) == 0:
+        if rows_left(attempt.adder) == 0:
             return lookup
         room = tokens_to_spare(attempt.adder, req)
         if self._is_as_before(state, lookup, room):
             return self._without(lookup, state.on_host)
+        exact = self._find_exact(attempt, lookup)
+        if not lookup.missing and exact is None:
+            state.host_seen = self._stamp(lookup), room
+            return lookup
         held = [self._store.lock(hit.match) for hit in lookup.hits]
         held.append(self._store.lock_node(own_node(req)))
         try:
-            on_host, loaded = self._load(attempt, lookup)
+            on_host, loaded = self._load(attempt, lookup, exact)
         finally:
             for lock in held:
                 self._store.unlock(lock)
@@ -64,8 +68,23 @@ class HostTier:
         state.missed -= on_host
         return self._without(lookup, on_host)
 
+    def _find_exact(self, attempt: AdmissionAttempt, lookup: Lookup) -> HostMatch | None:
+        """Return exact KV of earlier prompts in host memory that reaches further than what is there."""
+        req, state = attempt.req, attempt.state
+        if not self._lookups.exact_may_be_used:
+            return None
+        path = prompt_ids(req)[: state.num_tokens - 1]
+        found = self._store.find_prefix_on_host(
+            path, salt=state.client_salt, extra_key=state.keys[0].extra_key
+        )
+        there = prefix_length(req) + host_hit_length(req)
+        if lookup.exact is not None:
+            there = max(there, lookup.exact[0].stop)
+        reach = found.device_tokens + found.host_tokens
+        return found if found.host_tokens and reach > there else None
+
     def _load(
-        self, attempt: AdmissionAttempt, lookup: Lookup
+        self, attempt: AdmissionAttempt, lookup: Lookup, exact: HostMatch | None
     ) -> tuple[frozenset[ChunkKey], int | None]:
         """Load what there is room for.
 
@@ -79,6 +98,10 @@ class HostTier:
         stops = {key: span.stop for key, span in zip(state.keys, state.spans, strict=True)}
         on_host = self._find(lookup)
         room, loaded = tokens_to_spare(attempt.adder, req), None
+        if exact is not None and exact.host_tokens <= room:
+            loaded = exact.host_tokens if self._store.load(exact) else 0
+            room -= loaded
+            covered = max(covered, exact.device_tokens + loaded)
         if self._build_first and _tokens_of(on_host) > room:
             # What came would be pushed out again before there is room for the rest.
             return frozenset(on_host), None

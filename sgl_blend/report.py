@@ -20,8 +20,8 @@ class BlendReport(msgspec.Struct, kw_only=True):
             times layers.
         chunk_hits: Chunks after the prefix of which KV was found.
         chunk_misses: Chunks after the prefix that were not stored.
-        host_tokens: Tokens of chunks that were brought back from host memory for it.
-        storage_tokens: Tokens that came from storage to host memory for it, of its exact prefix too.
+        host_tokens: Tokens of chunks and of its exact prefix that were brought back from host memory.
+        storage_tokens: Tokens of both that came from storage to host memory for it.
         load_ms: Milliseconds that it waited for them.
         policy: The policy that chose the recomputed tokens.
         ratio: Share of the tokens of reused chunks that was to be recomputed.
