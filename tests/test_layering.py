@@ -32,6 +32,9 @@ MEASURED = {
     "sgl_blend.commands.bench.kernel_speed": "kernels",
     "sgl_blend.commands.bench.phase_times": "fusion",  # the names of its phases
     "sgl_blend.commands.evaluation.verify": "fusion",  # the bound of a rotation's error
+    "sgl_blend.commands.planning.plan_storage_command": "tuning",  # pure formulas, as the next two
+    "sgl_blend.commands.planning.plan_inputs": "tuning",
+    "sgl_blend.commands.planning.tier_trial": "tuning",
 }
 
 

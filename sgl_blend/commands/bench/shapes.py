@@ -84,6 +84,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What differs between the models, as in their published config.json; ``tiny`` is nobody's."""
 
 
+def full_config(name: str) -> dict[str, Any]:
+    """Return the config.json of a shape; name is one of SHAPES."""
+    return {**_COMMON, **SHAPES[name]}
+
+
 def write_shape(name: str, folder: Path) -> Path:
     """Write the config of a shape and return the folder that SGLang takes for a model.
 
@@ -93,8 +98,7 @@ def write_shape(name: str, folder: Path) -> Path:
     """
     model = folder / name
     model.mkdir(parents=True, exist_ok=True)
-    config = {**_COMMON, **SHAPES[name]}
-    (model / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (model / "config.json").write_text(json.dumps(full_config(name), indent=1) + "\n")
     return model
 
 

@@ -1,5 +1,6 @@
 """What every file of results says: the machine, the versions, the command; never a folder of ours."""
 
+import importlib.util
 import os
 import platform
 import shlex
@@ -96,14 +97,20 @@ def without_folders(word: str) -> str:
 
 
 def describe_machine() -> Machine:
-    """Name processor and GPU."""
-    import torch
-
+    """Name processor and GPU; without torch no GPU is seen."""
     return Machine(
         processor=_processor(),
-        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        gpu=_gpu(),
         cores=len(os.sched_getaffinity(0)),
     )
+
+
+def _gpu() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return None
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 def _processor() -> str:

@@ -1,0 +1,1 @@
+"""``sgl-blend plan-storage``: where to keep chunks."""
