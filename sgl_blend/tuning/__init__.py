@@ -1,1 +1,1 @@
-"""What is measured once at start: times, kernels, one trial forward."""
+"""What is measured at start (times, kernels, one trial forward), and formulas over measured times."""
