@@ -210,6 +210,11 @@ class ChunkStore:
         stored = found.device_tokens + found.host_tokens
         return found if found.host_tokens and stored >= self.whole_pages(len(path)) else None
 
+    def stored_in_tiers(self, key: ChunkKey) -> tuple[int, int]:
+        """Return how many tokens of a chunk and its build prefix are on the device, and on the host."""
+        found = match_host(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
+        return found.device_tokens, found.host_tokens
+
     def find_prefix_on_host(
         self, tokens: array[int], *, salt: str | None, extra_key: str | None
     ) -> HostMatch:

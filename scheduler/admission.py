@@ -44,6 +44,7 @@ from sgl_blend.scheduler.compute_budget import Allowance
 from sgl_blend.scheduler.foreground import ForegroundBuilds, waiting_verdict
 from sgl_blend.scheduler.host_tier import HostTier
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState
@@ -66,6 +67,7 @@ class Admission:
         shares: FairShare,
         lookups: Lookups,
         storage: StorageTier,
+        controller: LoadingController | None,
         *,
         capacity: int,
         cost_model: CostModel | None,
@@ -87,7 +89,9 @@ class Admission:
         self._lookups = lookups
         self._host: HostTier | None = None
         if store.has_host_tier:
-            self._host = HostTier(store, self._lookups, build_first=build_first)
+            self._host = HostTier(
+                store, self._lookups, build_first=build_first, controller=controller
+            )
 
     def add(self, attempt: AdmissionAttempt) -> Verdict:
         """Admit a request with whatever plan it can have; return SGLang's verdict."""
@@ -315,7 +319,7 @@ def _make_plan(
         spans=tuple(spans),
         computed_from=computed_from,
         policy=state.policy,
-        ratio=state.ratio,
+        ratio=state.ratio_now,
         sizes=sizes,
     )
 

@@ -6,7 +6,7 @@ would ask for it. The slots are known at once and the copy runs beside the forwa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from sgl_blend.engine.admission import rows_left
@@ -14,8 +14,10 @@ from sgl_blend.engine.requests import host_hit_length, prefix_length, prompt_ids
 from sgl_blend.engine.tiers import HostMatch, own_node, tokens_to_spare
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.attempt import AdmissionAttempt
+from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookup, Lookups
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.tuning.loading import Chunk, Place
 
 
 class HostTier:
@@ -25,9 +27,18 @@ class HostTier:
         store: Where chunks are found.
         lookups: Looks requests up again after something came back.
         build_first: Whether an answer may not depend on the room that there is.
+        controller: Chooses what is worth loading; None to load whatever there is room for.
     """
 
-    def __init__(self, store: ChunkStore, lookups: Lookups, *, build_first: bool) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        lookups: Lookups,
+        *,
+        build_first: bool,
+        controller: LoadingController | None,
+    ) -> None:
+        self._controller = controller
         self._store = store
         self._lookups = lookups
         self._build_first = build_first
@@ -56,12 +67,13 @@ class HostTier:
         held = [self._store.lock(hit.match) for hit in lookup.hits]
         held.append(self._store.lock_node(own_node(req)))
         try:
-            on_host, loaded = self._load(attempt, lookup, exact)
+            on_host, loaded, ratio = self._load(attempt, lookup, exact)
         finally:
             for lock in held:
                 self._store.unlock(lock)
         if loaded is not None:  # to make room something may have been evicted, whatever came of it
             state.host_tokens += loaded
+            state.load_ratio = ratio if loaded else None
             lookup = self._lookups.look_up(req, state)
         state.on_host = on_host
         state.host_seen = None if loaded else (self._stamp(lookup), room)
@@ -85,12 +97,12 @@ class HostTier:
 
     def _load(
         self, attempt: AdmissionAttempt, lookup: Lookup, exact: HostMatch | None
-    ) -> tuple[frozenset[ChunkKey], int | None]:
-        """Load what there is room for.
+    ) -> tuple[frozenset[ChunkKey], int | None, float | None]:
+        """Load what is worth it and what there is room for.
 
         Returns:
-            The chunks that are in host memory, or were; and how many tokens come back, None if
-            nothing was tried.
+            The chunks that are in host memory, or were; how many tokens come back, None if nothing
+            was tried; and the ratio of tokens that can be recomputed meanwhile.
         """
         req, state = attempt.req, attempt.state
         # What SGLang is about to bring back of the prompt itself needs no chunk, if it has room.
@@ -104,15 +116,38 @@ class HostTier:
             covered = max(covered, exact.device_tokens + loaded)
         if self._build_first and _tokens_of(on_host) > room:
             # What came would be pushed out again before there is room for the rest.
-            return frozenset(on_host), None
+            return frozenset(on_host), None, None
+        chosen, ratio = self._choose(state, lookup, on_host, covered)
         for key, as_found in on_host.items():
+            if key not in chosen:
+                continue
             # A load brings the build prefix along that others share, and may push something out.
             found = as_found if loaded is None else self._store.find_on_host(key)
             if found is None or stops[key] <= covered or found.host_tokens > room:
                 continue
             came = found.host_tokens if self._store.load(found) else 0
             loaded, room = (loaded or 0) + came, room - came
-        return frozenset(on_host), loaded
+        return frozenset(on_host), loaded, ratio
+
+    def _choose(
+        self,
+        state: RequestState,
+        lookup: Lookup,
+        on_host: Mapping[ChunkKey, HostMatch],
+        covered: int,
+    ) -> tuple[Collection[ChunkKey], float | None]:
+        """Return the chunks in host memory that are worth loading, and the ratio to recompute."""
+        if self._controller is None or not on_host:
+            return on_host, None
+        missing, keys, chunks = set(lookup.missing), [], []
+        for key, span in zip(state.keys, state.spans, strict=True):
+            if span.stop > covered:
+                place = Place.TEXT if key in missing else Place.DEVICE
+                keys.append(key)
+                chunks.append(Chunk(len(span), Place.HOST if key in on_host else place))
+        num_plain = max(1, state.num_tokens - covered - sum(chunk.num_tokens for chunk in chunks))
+        choice = self._controller.choose(chunks, num_plain, ratio=state.ratio)
+        return {keys[index] for index in choice.loaded}, choice.ratio
 
     def _is_as_before(self, state: RequestState, lookup: Lookup, room: int) -> bool:
         """Tell whether nothing changed since nothing could be brought back: no more room, either."""

@@ -52,6 +52,7 @@ class RequestState:
         host_tokens: Tokens that were brought back from host memory for it since it waits.
         storage_tokens: Tokens that came from storage to host memory for it since it waits.
         load_s: Seconds that it waited for them.
+        load_ratio: Share of reused tokens to recompute while something is loaded; None if nothing is.
         told_tokens: How many of its copied tokens SGLang was told of.
         admissions: How often it was admitted; a retracted request is admitted again.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
@@ -87,6 +88,7 @@ class RequestState:
     host_tokens: int = 0
     storage_tokens: int = 0
     load_s: float = 0.0
+    load_ratio: float | None = None
     told_tokens: int = 0
     admissions: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
@@ -100,8 +102,15 @@ class RequestState:
 
     def _new_report(self, **counts: Any) -> BlendReport:
         return BlendReport(
-            prompt_tokens=self.num_tokens, policy=self.policy, ratio=self.ratio, **counts
+            prompt_tokens=self.num_tokens,
+            policy=self.policy,
+            **{"ratio": self.ratio, **counts},
         )
+
+    @property
+    def ratio_now(self) -> float:
+        """Share of reused tokens to recompute if it is admitted now: more while something is loaded."""
+        return self.ratio if self.load_ratio is None else max(self.ratio, self.load_ratio)
 
     def follow(self, tokens: array[int]) -> None:
         """Take the prompt as SGLang put it together: a session puts earlier turns before these tokens.
@@ -161,10 +170,11 @@ class RequestState:
             host_tokens=self.host_tokens,
             storage_tokens=self.storage_tokens,
             load_ms=round(1000 * self.load_s, 3),
+            ratio=self.ratio_now,
             fallback=fallback,
         )
         self.on_host, self.host_seen, self.host_tokens = frozenset(), None, 0
-        self.storage_tokens, self.load_s = 0, 0.0
+        self.storage_tokens, self.load_s, self.load_ratio = 0, 0.0, None
 
     def count_step(
         self, start: int, stop: int, step: StepPlan | None, *, layers: LayerSplit, last: bool

@@ -28,12 +28,16 @@ from sgl_blend.engine.prefetch import (
 )
 from sgl_blend.engine.requests import prompt_ids, rid_of
 from sgl_blend.engine.rounds import is_queued
+from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.engine.tp_group import TPGroup
-from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
+from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.tuning.loading import Chunk, Place
 
 _MOST_WAIT_S = 2.0
+"""How long a request waits where no controller knows better."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +47,7 @@ class _Arrival:
     Attributes:
         req: The request.
         state: Its state.
+        patience_s: How long it waits.
         since_s: When it was first seen in a round; None before.
         coming: What is on its way, each with the chunk that it is a part of, if it is.
         next_keys: Chunks to ask for once their build prefix is there.
@@ -51,6 +56,7 @@ class _Arrival:
 
     req: Req
     state: RequestState
+    patience_s: float
     since_s: float | None = None
     coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
     next_keys: tuple[ChunkKey, ...] = ()
@@ -64,12 +70,22 @@ class StorageTier:
         scheduler: SGLang's Scheduler.
         tree: Its tree.
         tp_group: Whose first rank's clock counts.
+        store: Where chunks are found.
         lookups: Knows whether exact KV of a client's earlier prompts is of use.
+        controller: Chooses what is worth loading; None to ask for everything.
     """
 
     def __init__(
-        self, scheduler: Scheduler, tree: Tree, tp_group: TPGroup, lookups: Lookups
+        self,
+        scheduler: Scheduler,
+        tree: Tree,
+        tp_group: TPGroup,
+        store: ChunkStore,
+        lookups: Lookups,
+        controller: LoadingController | None,
     ) -> None:
+        self._store = store
+        self._controller = controller
         self._scheduler = scheduler
         self._tree = tree
         self._tp_group = tp_group
@@ -86,20 +102,25 @@ class StorageTier:
         """Ask storage for what device and host lack of a request; also after a retraction."""
         if not has_storage(self._tree) or rid_of(req) in self._arrivals:
             return
-        arrival = _Arrival(req, state)
+        keys, patience_s = self._choose(state)
+        arrival = _Arrival(req, state, patience_s)
         first = state.keys[0]
         if self._lookups.exact_may_be_used:
             tokens = prompt_ids(req)[: state.num_tokens - 1]
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
-        if self._ask(arrival, first.prefix_only.path, first.salt, first.extra_key):
-            arrival.next_keys = state.keys
+        prefix = first.prefix_only
+        if keys and self._ask(arrival, prefix.path, prefix.salt, prefix.extra_key):
+            arrival.next_keys = keys
         else:
-            self._ask_for_chunks(arrival, state.keys)
+            self._ask_for_chunks(arrival, keys)
         if arrival.coming:
             self._arrivals[rid_of(req)] = arrival
 
     def begin_round(self) -> None:
         """See what has come; all ranks begin their rounds together."""
+        if self._controller is not None:
+            for load in finished_loads(self._tree):
+                self._controller.host_loaded(*load)
         if not self._arrivals:
             return
         now_s = self._tp_group.now()
@@ -110,7 +131,7 @@ class StorageTier:
             if arrival.is_awaited and not is_queued(self._scheduler, arrival.req):
                 self._abandon(arrival)  # it was aborted
             waited_s = now_s - arrival.since_s
-            if arrival.is_awaited and (not arrival.coming or waited_s > _MOST_WAIT_S):
+            if arrival.is_awaited and (not arrival.coming or waited_s > arrival.patience_s):
                 arrival.is_awaited = False
                 arrival.state.load_s += waited_s
             if not arrival.coming:
@@ -133,6 +154,29 @@ class StorageTier:
         for arrival in self._arrivals.values():
             self._abandon(arrival)
         self._arrivals.clear()
+
+    def _choose(self, state: RequestState) -> tuple[tuple[ChunkKey, ...], float]:
+        """Return the chunks to ask storage for, and how long their request waits for them."""
+        if self._controller is None:
+            return state.keys, _MOST_WAIT_S
+        token_bytes = self._controller.token_bytes
+        chunks = []
+        for key, span in zip(state.keys, state.spans, strict=True):
+            on_device, on_host = self._store.stored_in_tiers(key)
+            lacks = self._store.whole_pages(len(key.path)) - on_device - on_host
+            place = Place.HOST if on_host else Place.DEVICE
+            if lacks > 0:
+                place = Place.STORAGE
+            chunks.append(Chunk(len(span), place, max(0, lacks) * token_bytes))
+        num_plain = max(1, state.num_tokens - sum(chunk.num_tokens for chunk in chunks))
+        queued = sum(one.num_tokens for each in self._arrivals.values() for one in each.coming)
+        choice = self._controller.choose(
+            chunks, num_plain, ratio=state.ratio, num_queued=queued * token_bytes
+        )
+        keys = tuple(
+            state.keys[index] for index in choice.loaded if chunks[index].place is Place.STORAGE
+        )
+        return keys, self._controller.patience_s(choice)
 
     def _look(self, arrival: _Arrival) -> None:
         over = [one for one in arrival.coming if not is_on_its_way(self._tree, one)]

@@ -25,6 +25,7 @@ from sgl_blend.engine.objects import Scheduler
 from sgl_blend.engine.prefetch import prepare_storage
 from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.engine.rounds import vocab_size
+from sgl_blend.engine.tiers import has_host_tier, host_token_bytes, trial_loads
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.graphs import RowBucketGraphs
@@ -47,6 +48,7 @@ from sgl_blend.scheduler.builds import ChunkBuilder, step_tokens
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.probes import Memories, ProbeSteps
 from sgl_blend.scheduler.rounds import BackgroundJob, Rounds
@@ -57,6 +59,8 @@ from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
 from sgl_blend.tuning.cost_model import CostModel, measure
 from sgl_blend.tuning.kernel_choice import choose_kernel, fixed_kernel
+from sgl_blend.tuning.links import TimedLoad, fit_speed
+from sgl_blend.tuning.loading import ModelTimes
 from sgl_blend.tuning.row_sizes import measure_sizes
 from sgl_blend.tuning.trial import run_trial
 from sgl_blend.tuning.warm_up import warm_up
@@ -147,7 +151,8 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     switch.when_turned_off(rounds.forget)
     lookups = Lookups(store, with_exact_namespace=not build_first)
     prepare_storage(facts.tree)
-    storage = StorageTier(scheduler, facts.tree, tp_group, lookups)
+    controller = _loading_controller(fusion, facts, tp_group)
+    storage = StorageTier(scheduler, facts.tree, tp_group, store, lookups, controller)
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
         intake=Intake(
@@ -165,6 +170,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             shares,
             lookups,
             storage,
+            controller,
             capacity=facts.capacity,
             cost_model=fusion.cost_model,
             build_first=build_first,
@@ -200,6 +206,25 @@ def _separator(config: BlendConfig, facts: ServerFacts) -> Separator | None:
         logger.warning("sgl-blend: %s", warning)
     logger.info("sgl-blend: separator %r", None if separator is None else separator.text)
     return separator
+
+
+def _loading_controller(
+    fusion: _Fusion, facts: ServerFacts, tp_group: TPGroup
+) -> LoadingController | None:
+    """Measure how fast host memory is; None where everything that is found is loaded."""
+    cost_model, layers = fusion.cost_model, fusion.fusor.layers
+    if cost_model is None or not has_host_tier(facts.tree):
+        return None
+    token_bytes = host_token_bytes(facts.tree)
+    times = ModelTimes(
+        layers.total,
+        layers.check,
+        token_bytes // layers.total,
+        cost_model.layer_s,
+        cost_model.copy_s,
+    )
+    trial = [TimedLoad(*load) for load in trial_loads(facts.tree)]
+    return LoadingController(times, fit_speed(trial), token_bytes, tp_group)
 
 
 def _make_fusion(

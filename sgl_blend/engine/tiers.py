@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend.engine.objects import Handle, ModelRunner, PrefillAdder, Req, Tree
 from sgl_blend.engine.requests import fill_ids, prefix_length
 from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
+
+_TRIAL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,42 @@ def tokens_to_spare(adder: PrefillAdder, req: Req) -> int:
 def own_node(req: Req) -> Handle:
     """Return the node at which the stored prefix of a request ends."""
     return Handle(req.last_node)
+
+
+def trial_loads(tree: Tree) -> list[tuple[int, float]]:
+    """Load some pages of nothing from host memory, twice each; the pool must be unused.
+
+    Returns:
+        Bytes and seconds of each load: of one page, and of as many as tell the bandwidth.
+    """
+    controller = tree.cache_controller
+    host_pool, allocator = controller.mem_pool_host, tree.token_to_kv_pool_allocator
+    most = min(allocator.available_size(), host_pool.available_size()) // (2 * tree.page_size)
+    found = []
+    for pages in (1, max(2, min(most, _TRIAL_TOKENS // tree.page_size))) * 3:
+        on_host = host_pool.alloc(pages * tree.page_size)
+        begun = time.perf_counter()
+        on_device = controller.load(host_indices=on_host)
+        controller.start_loading()
+        controller.ack_load_queue.pop().finish_event.synchronize()
+        seconds = time.perf_counter() - begun
+        found.append((len(on_host) * host_pool.size_per_token, seconds))
+        host_pool.free(on_host)
+        allocator.free(on_device)
+    return found[2:]  # the first of each warmed up
+
+
+def host_token_bytes(tree: Tree) -> int:
+    """Return the bytes of KV of one token in all layers, on this rank."""
+    return int(tree.cache_controller.mem_pool_host.size_per_token)
+
+
+def finished_loads(tree: Tree) -> Iterator[tuple[int, float]]:
+    """Return bytes and seconds of loads that are over, and that the tree is about to hear of."""
+    controller = tree.cache_controller
+    for load in controller.ack_load_queue:
+        if getattr(load, "timing_enabled", False) and load.num_bytes and load.finish_event.query():
+            yield load.num_bytes, load.start_event.elapsed_time(load.finish_event) / 1e3
 
 
 def copies_in_flight(tree: Tree) -> bool:

@@ -60,6 +60,14 @@ class CostModel:
         self._times = times
         self._layers = layers
 
+    def layer_s(self, num_rows: int) -> float:
+        """Return the seconds of the linear modules of one decoder layer."""
+        return _at(self._times.layer, num_rows)
+
+    def copy_s(self, num_rows: int) -> float:
+        """Return the seconds to copy and rotate the KV of one layer."""
+        return _at(self._times.copy, num_rows)
+
     def saves_s(
         self, num_rows: int, num_reused: int, num_dropped: int, *, num_dropped_early: int = 0
     ) -> float:

@@ -1,0 +1,92 @@
+"""Which chunks a request loads, from where, how long it waits, and how much it recomputes.
+
+The formulas are in tuning/loading.py and tuning/load_choice.py. Here are the times that they go by:
+those of the layers were measured at start, those of host memory and storage follow every load. With
+``--blend-when always`` and with ``--blend-on-miss build`` there is no controller. Then everything that
+is found is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.tuning.links import LinkClock, LinkSpeed, TimedLoad, deadline_s
+from sgl_blend.tuning.load_choice import MAX_RATIO, Choice, Ratios, choose
+from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Prompt
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN_STORAGE = LinkSpeed(latency_s=1e-3, bytes_per_s=1e9)
+"""What a store is taken for until it has answered: fast enough to be tried."""
+
+
+class LoadingController:
+    """Decides by measured times; owned by the scheduler thread.
+
+    Args:
+        times: Of the model on this machine.
+        host: Speed of host memory in a trial.
+        token_bytes: KV of one token in all layers, on this rank.
+        tp_group: Of which the first rank's times count.
+    """
+
+    def __init__(
+        self, times: ModelTimes, host: LinkSpeed, token_bytes: int, tp_group: TPGroup
+    ) -> None:
+        self._times = times
+        self._host = LinkClock(host)
+        self._storage = LinkClock(UNKNOWN_STORAGE)
+        self._heard: deque[TimedLoad] = deque()
+        self._tp_group = tp_group
+        self.token_bytes = token_bytes
+
+    def choose(
+        self, chunks: Sequence[Chunk], num_plain: int, *, ratio: float, num_queued: int = 0
+    ) -> Choice:
+        """Choose the chunks to load; all ranks must ask together.
+
+        Args:
+            chunks: Of one request, in the order of the prompt.
+            num_plain: Its other tokens that are computed.
+            ratio: The least ratio.
+            num_queued: Bytes that storage has been asked for before.
+        """
+        while self._heard:
+            self._storage.update(self._heard.popleft())
+        host, storage = self._host.speed, self._storage.speed
+        agreed = self._tp_group.agree(
+            [host.latency_s, host.bytes_per_s, storage.latency_s, storage.bytes_per_s]
+        )
+        host, storage = LinkSpeed(*agreed[:2]), LinkSpeed(*agreed[2:])
+        links = Links(host, storage, num_queued / storage.bytes_per_s)
+        prompt = Prompt(tuple(chunks), num_plain)
+        return choose(prompt, self._times, links, Ratios(ratio, max(ratio, MAX_RATIO)))
+
+    @staticmethod
+    def patience_s(choice: Choice) -> float:
+        """Return how long a request waits for what it chose: then the rest is computed instead.
+
+        Even where nothing is worth a wait it hears that storage holds nothing for it.
+        """
+        return min(deadline_s(choice.wait_s), max(choice.patience_s, deadline_s(0.0)))
+
+    def host_loaded(self, num_bytes: int, seconds: float) -> None:
+        """Take note of how long a load from host memory took."""
+        if num_bytes > 0 and seconds > 0:
+            self._host.update(TimedLoad(num_bytes, seconds))
+
+    def storage_read(self, num_bytes: int, seconds: float) -> None:
+        """Take note of how long a read from storage took; may be called by any thread."""
+        if num_bytes > 0 and seconds > 0:
+            self._heard.append(TimedLoad(num_bytes, seconds))
+
+    def describe(self) -> dict[str, float]:
+        """Return the present speeds for /server_info, in milliseconds and GB/s."""
+        found = {}
+        for name, clock in (("host", self._host), ("storage", self._storage)):
+            found[f"{name}_latency_ms"] = round(1e3 * clock.speed.latency_s, 3)
+            found[f"{name}_gb_per_s"] = round(clock.speed.bytes_per_s / 1e9, 3)
+        return found

@@ -1,0 +1,145 @@
+"""The loading controller on the real engine: it loads what its formulas say."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from engines import StartEngine, model_folder, start_engine
+from harness import Answer, Driver, rag_prompt, random_tokens
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sgl_blend.engine.tiers import host_token_bytes
+from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.scheduler.loading_controller import LoadingController
+from sgl_blend.tuning.links import LinkSpeed
+from sgl_blend.tuning.load_choice import Ratios, choose
+from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Place, Prompt
+
+__all__ = ["model_folder", "start_engine"]  # fixtures
+
+pytestmark = pytest.mark.engine
+
+SYSTEM = random_tokens(1, 20)
+CHUNKS = [random_tokens(10 + i, length) for i, length in enumerate((40, 80, 160))]
+QUESTION = random_tokens(99, 12)
+ROW_S = 1e-4
+"""Seconds that a row takes in a layer, as far as the controller knows."""
+LAYERS, CHECK = 4, 1
+RATIO = 0.15
+
+
+@pytest.fixture(scope="module", autouse=True)
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("store")
+    with patch.dict(os.environ, {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}):
+        yield folder
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    return {
+        "max_total_tokens": 1000,
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 4.0,
+        "blend_min_chunk_tokens": 32,
+        **more,
+    }
+
+
+def model_times(token_bytes: int) -> ModelTimes:
+    return ModelTimes(LAYERS, CHECK, token_bytes // LAYERS, lambda rows: ROW_S * rows)
+
+
+def _give_controller(driver: Driver, host: LinkSpeed, storage: LinkSpeed | None = None) -> None:
+    token_bytes = host_token_bytes(driver.scheduler.tree_cache)
+    controller = LoadingController(model_times(token_bytes), host, token_bytes, TPGroup())
+    if storage is not None:
+        with patch("sgl_blend.scheduler.loading_controller.UNKNOWN_STORAGE", storage):
+            controller = LoadingController(model_times(token_bytes), host, token_bytes, TPGroup())
+    driver.runtime.admission._host._controller = controller
+    driver.runtime.storage._controller = controller
+
+
+def _store(driver: Driver, salt: str) -> None:
+    driver.settle()
+    driver.flush()
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, salt=salt))
+    driver.settle()
+
+
+def _ask_by_link(driver: Driver, bytes_per_s: float) -> tuple[Answer, int]:
+    """Ask for chunks in host memory that is as fast as this, as far as the controller knows."""
+    _store(driver, "host")
+    capacity = driver.runtime.describe()["pool"]["capacity"]
+    driver.scheduler.tree_cache.evict(EvictParams(num_tokens=capacity))
+    _give_controller(driver, LinkSpeed(1e-4, bytes_per_s))
+    order = [CHUNKS[i] for i in (2, 0, 1)]
+    (answer,) = driver.ask(rag_prompt(SYSTEM, order, QUESTION, salt="host"))
+    driver.settle()
+    return answer, host_token_bytes(driver.scheduler.tree_cache)
+
+
+def _predicted(bytes_per_s: float, token_bytes: int) -> tuple[tuple[int, ...], float]:
+    chunks = tuple(Chunk(len(CHUNKS[i]), Place.HOST) for i in (2, 0, 1))
+    prompt = Prompt(chunks, len(SYSTEM) + len(QUESTION))
+    links = Links(LinkSpeed(1e-4, bytes_per_s))
+    choice = choose(prompt, model_times(token_bytes), links, Ratios(RATIO))
+    return choice.loaded, choice.ratio
+
+
+def test_the_choice_flips_where_the_formulas_say(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings())
+    outcomes = set()
+    for exponent in (6, 8, 9, 10, 11, 12, 14, 17):
+        bytes_per_s = 4.0**exponent
+        answer, token_bytes = engine.call(_ask_by_link, bytes_per_s)
+        loaded, ratio = _predicted(bytes_per_s, token_bytes)
+        lengths = [len(CHUNKS[i]) for i in (2, 0, 1)]
+        expected = sum(lengths[index] for index in loaded)
+        came = answer.report["host_tokens"]
+        # The build prefix comes along with the first chunk.
+        assert came == (expected + len(SYSTEM) if loaded else 0), bytes_per_s
+        assert answer.report["ratio"] == (pytest.approx(ratio) if loaded else RATIO)
+        outcomes.add((bool(loaded), ratio > RATIO))
+    assert {loaded for loaded, _ in outcomes} == {False, True}, "nothing flipped"
+    assert (True, True) in outcomes, "no load left time to recompute more"
+    assert (True, False) in outcomes
+
+
+def _ask_storage_by_link(driver: Driver, bytes_per_s: float) -> Answer:
+    salt = f"storage {bytes_per_s}"
+    _give_controller(driver, LinkSpeed(1e-5, 1e12), LinkSpeed(1e-5, 1e12))
+    _store(driver, salt)
+    driver.settle()
+    driver.flush()
+    _give_controller(driver, LinkSpeed(1e-5, 1e12), LinkSpeed(1e-4, bytes_per_s))
+    (answer,) = driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, salt=salt))
+    driver.settle()
+    return answer
+
+
+@pytest.mark.parametrize(("bytes_per_s", "hits"), [(1e4, 0), (1e12, 3)])
+def test_a_slow_store_is_not_asked(
+    start_engine: StartEngine, bytes_per_s: float, hits: int
+) -> None:
+    engine = start_engine(**settings(page_size=16, hicache_storage_backend="file"))
+    report = engine.call(_ask_storage_by_link, bytes_per_s).report
+    assert report["chunk_hits"] == hits
+    assert (report["storage_tokens"] > 0) == (hits > 0)
+
+
+def _speeds(driver: Driver) -> tuple[dict[str, float], dict[str, int]]:
+    controller = driver.runtime.admission._host._controller
+    for _ in range(5):
+        controller.host_loaded(10**9, 10.0)
+    return controller.describe(), driver.runtime.describe()["pool"]
+
+
+def test_host_memory_is_timed_at_start_and_followed(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(blend_when="faster"))
+    speeds, pool = engine.call(_speeds)
+    assert pool["free"] == pool["capacity"], "the trial keeps room"
+    assert 0.01 < speeds["host_gb_per_s"] < 0.5
+    engine.call(_store, "faster")
