@@ -188,6 +188,18 @@ def test_nothing_hides_behind_a_load_that_the_first_layers_outlast() -> None:
     assert choice.seconds == pytest.approx(3 * 4.02e-3 + 13 * 0.62e-3, rel=0.01)
 
 
+def test_no_ratio_makes_loading_slower_than_computing_all() -> None:
+    # One layer stands above the check layer, and it starts after 3 x 3.75 + 4.02 ms at any ratio. So
+    # 0.81 ms of the 16.08 ms for computing all are left for it.
+    model = times(layers=4, check=2)
+    links = Links(LinkSpeed(1e-6, 4000 * KV_BYTES / 3.75e-3))
+    prompt = Prompt((a_chunk(4000, Place.HOST),), 20)
+    choice = choose(prompt, model, links, Ratios(0.15))
+    assert choice.compute_all_s == pytest.approx(16.08e-3)
+    assert choice.seconds <= choice.compute_all_s
+    assert choice.ratio == pytest.approx((0.81 - 0.02) / 4, abs=3e-3)
+
+
 def test_a_store_hides_no_recompute() -> None:
     links = Links(LinkSpeed(1e-5, 1e12), LinkSpeed(1e-5, 1e10))
     choice = choose(Prompt((a_chunk(4000, Place.STORAGE),), 20), times(), links, Ratios(0.15))
@@ -230,6 +242,8 @@ def test_steps_end_before_awaited_chunks() -> None:
     assert (whole.num_computed, whole.num_reused, whole.num_loaded) == (108, 409, 306)
     assert whole.start_s == pytest.approx(0.54)
     assert steps_of(prompt, {2}, links, stepwise=True)[0] == Step(201, 0, 0, 0.0)
+    behind = Prompt(prompt.chunks[2:], 7)
+    assert len(steps_of(behind, {0}, links, stepwise=True)) == 1, "nothing stands before the chunk"
 
 
 def test_steps_wait_for_each_other_and_for_their_chunks() -> None:
@@ -278,6 +292,30 @@ def test_the_search_of_longer_lists_comes_close() -> None:
         ratios.append(found / brute_force(prompt, model, links, 0.15))
     assert max(ratios) <= 1.05
     assert sorted(ratios)[6] <= 1.005
+
+
+@pytest.mark.parametrize(("num_small", "bandwidth"), [(3, 3e9), (12, 1.6e9)])
+def test_small_chunks_together_may_beat_a_large_one(num_small: int, bandwidth: float) -> None:
+    # The large one gains more per second than a small one, but the link cannot bring it in time.
+    chunks = tuple(a_chunk(n, Place.HOST) for n in (500, 3000, *[500] * (num_small - 1)))
+    prompt, links = Prompt(chunks, 50), Links(LinkSpeed(1e-4, bandwidth))
+    choice = choose(prompt, times(), links, FLOOR)
+    assert 1 not in choice.loaded
+    assert len(choice.loaded) >= 3
+    large = seconds_of(steps_of(prompt, {1}, links, stepwise=False), 0.15, times(), links.host)
+    assert choice.seconds < large * 0.95
+
+
+def test_many_chunks_are_chosen_as_well_as_any_prefix() -> None:
+    chunks = tuple(a_chunk(400 + 7 * i, Place.STORAGE if i % 3 else Place.HOST) for i in range(64))
+    prompt, model = Prompt(chunks, 50), times(fixed=1e-4)
+    links = Links(LinkSpeed(1e-4, 2e10), LinkSpeed(2e-3, 3e9))
+    choice = choose(prompt, model, links, FLOOR)
+    assert 0 < len(choice.loaded) < 64
+    for order in (range(64), range(63, -1, -1)):
+        for length in range(65):
+            steps = steps_of(prompt, set(order[:length]), links, stepwise=True)
+            assert choice.seconds <= seconds_of(steps, 0.15, model, links.host) * 1.001
 
 
 @given(prompts(20), MODELS, LINKS, st.sampled_from([0.15, 0.5]))

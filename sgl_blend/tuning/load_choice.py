@@ -26,6 +26,7 @@ MAX_RATIO = 0.5
 """More than half is never recomputed only because a load leaves time for it."""
 _MAX_PASSES = 4
 _PREFIXES = 16
+"""How many are looked at: single chunks are tried afterwards."""
 _MOST_EXCHANGED = 12
 _MOST_ENUMERATED = 8
 _RATIO_PRECISION = 0.002
@@ -67,9 +68,9 @@ class Choice:
 def choose(prompt: Prompt, times: ModelTimes, links: Links, ratios: Ratios) -> Choice:
     """Choose the chunks to load so that the prefill is expected to end first.
 
-    Of at most 8 chunks every set is looked at. Of more, the best prefix of the list sorted by seconds
-    saved per second of loading is taken, and improved by single chunks that come, go or change places.
-    The result is never slower than loading nothing.
+    Of at most 8 chunks every set is looked at. More are sorted by seconds saved per second of loading.
+    The best prefix of that list is taken, from either end, and improved by single chunks that come, go
+    or change places. The result is never slower than loading nothing.
 
     Args:
         prompt: Chunks of the store count as text where ``links`` has no storage.
@@ -81,10 +82,7 @@ def choose(prompt: Prompt, times: ModelTimes, links: Links, ratios: Ratios) -> C
     none = search.plan(())
     best = search.best()
     given_up = search.plan(best.loaded - search.awaited(best.loaded))
-    best = min((none, given_up, best), key=lambda plan: plan.seconds)
-    ratio, seconds = ratios.floor, best.seconds
-    if best.loaded:
-        ratio, seconds = _raise_ratio(best, none.seconds, search, ratios)
+    ratio, seconds = _raise_ratio(best, none.seconds, search, ratios)
     wait_s = search.steps(best)[-1].start_s
     return Choice(
         loaded=tuple(sorted(best.loaded)),
@@ -93,7 +91,7 @@ def choose(prompt: Prompt, times: ModelTimes, links: Links, ratios: Ratios) -> C
         seconds=seconds,
         compute_all_s=none.seconds,
         wait_s=wait_s,
-        patience_s=wait_s + given_up.seconds - best.seconds if wait_s else 0.0,
+        patience_s=wait_s + max(0.0, given_up.seconds - best.seconds) if wait_s else 0.0,
     )
 
 
@@ -176,20 +174,15 @@ class _Search:
         return best
 
     def _best_prefix(self) -> _Plan:
-        """Return the best plan among the prefixes of the sorted chunks.
+        """Return the best plan among prefixes of the sorted chunks, from either end.
 
-        Of long lists only some prefixes are looked at, and then those between the best one's
-        neighbours.
+        The other end counts where a large chunk gains most, but takes longer than what it hides behind.
         """
         size = len(self.loadable)
-        stride = max(1, size // _PREFIXES)
-        lengths = sorted({*range(0, size, stride), size})
-        plans = {length: self.plan(self.loadable[:length]) for length in lengths}
-        at = min(plans, key=lambda length: plans[length].seconds)
-        for length in range(max(0, at - stride + 1), min(size, at + stride)):
-            if length not in plans:
-                plans[length] = self.plan(self.loadable[:length])
-        return min(plans.values(), key=lambda plan: plan.seconds)
+        lengths = {*range(0, size, max(1, size // _PREFIXES)), size}
+        orders = (self.loadable, self.loadable[::-1])
+        plans = [self.plan(order[:length]) for length in sorted(lengths) for order in orders]
+        return min(plans, key=lambda plan: plan.seconds)
 
     def _improve(self, best: _Plan) -> _Plan:
         """Let chunks come and go one by one, or one for another, while the prefill gets shorter.

@@ -123,8 +123,8 @@ def num_recomputed(ratio: float, num_reused: int) -> int:
 def step_seconds(step: Step, ratio: float, times: ModelTimes, host: LinkSpeed) -> float:
     """Return F_(L-1), the seconds of a step from the moment at which it may start.
 
-    Layers below and above the check layer are two straight lines of arrivals, so the maximum over
-    all layers is one over their ends.
+    Arrivals and layers before and after the check layer are straight lines. So the layer that waits
+    last is the first that waits at all, the check layer or the last one.
     """
     reused, computed = step.num_reused, step.num_computed
     if reused + computed == 0:
@@ -148,7 +148,6 @@ def step_seconds(step: Step, ratio: float, times: ModelTimes, host: LinkSpeed) -
     if drops_early:
         ended = max(ended, ready + per_layer + (check + 1) * whole_s + num_above * above_s)
     if num_above:
-        ended = max(ended, ready + (check + 2) * per_layer + num_above * above_s)
         ended = max(ended, ready + layers * per_layer + above_s)
     return ended
 
