@@ -28,7 +28,6 @@ from sgl_blend.engine.objects import (
     TreeSettings,
 )
 from sgl_blend.engine.orders import is_order, may_end_weight_update, needs_idle
-from sgl_blend.engine.prefetch import namespace_of_node
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of, rid_of_handle
 from sgl_blend.engine.rounds import (
     StateReply,
@@ -201,7 +200,7 @@ def before_reset(tree: Tree, *args: Any, **kwargs: Any) -> None:
 def around_prefetch(orig: Stock, scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> Any:
     """Ask storage for the chunks of an arriving request, not for the prompt that is never stored."""
     runtime, state = _runtime_of(scheduler), state_of(req)
-    if runtime is None or state is None or not runtime.may_blend(state):
+    if runtime is None or state is None or not state.may_blend:
         return orig(scheduler, req, *args, **kwargs)
     runtime.storage.arrived(req, state)
     return None
@@ -222,7 +221,7 @@ def around_write_to_storage(
 ) -> Any:
     """Write what another server or a later one could use, and nothing else."""
     runtime = _runtime_of(tree)
-    if runtime is not None and not runtime.may_store(namespace_of_node(tree, node)):
+    if runtime is not None and not runtime.storage.takes(node):
         return None
     return orig(tree, node, *args, **kwargs)
 
@@ -243,7 +242,7 @@ def around_process_input_requests(
     if orders or runtime.rounds.flush_waits():
         runtime.step_aside(scheduler)
     if any(map(needs_idle, orders)):
-        runtime.leave_storage()
+        runtime.storage.leave()
     if orders:
         runtime.rounds.order_came()
     result = orig(scheduler, all_received, *args, **kwargs)
@@ -258,7 +257,7 @@ def around_flush_cache(orig: Stock, scheduler: Scheduler, *args: Any, **kwargs: 
     if runtime is None:
         return orig(scheduler, *args, **kwargs)
     runtime.step_aside(scheduler)
-    runtime.leave_storage()
+    runtime.storage.leave()
     flushed = orig(scheduler, *args, **kwargs)
     if flushed:
         runtime.forget_pending()

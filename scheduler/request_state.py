@@ -108,6 +108,11 @@ class RequestState:
         )
 
     @property
+    def may_blend(self) -> bool:
+        """Whether it could reuse chunks."""
+        return self.fallback is None and bool(self.keys)
+
+    @property
     def ratio_now(self) -> float:
         """Share of reused tokens to recompute if it is admitted now: more while something is loaded."""
         return self.ratio if self.load_ratio is None else max(self.ratio, self.load_ratio)

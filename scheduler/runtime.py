@@ -32,7 +32,6 @@ from sgl_blend.engine.objects import (
     Tree,
     Verdict,
 )
-from sgl_blend.engine.prefetch import finish_writes
 from sgl_blend.engine.requests import (
     count_cached,
     fill_ids,
@@ -51,7 +50,6 @@ from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
 from sgl_blend.metrics import BlendMetrics
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
 from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.attempt import AdmissionAttempt
@@ -354,25 +352,6 @@ class BlendRuntime:
             self.rounds.interrupt()
         self.rounds.collect()  # also of a step whose result was looked at in the round before
         finish_copies(self._tree)
-
-    def leave_storage(self) -> None:
-        """Give up what comes from storage, and wait a moment for what is written there."""
-        self.storage.drop_all()
-        finish_writes(self._tree)
-
-    def may_blend(self, state: RequestState) -> bool:
-        """Tell whether a request that arrives could reuse chunks."""
-        return state.fallback is None and bool(state.keys)
-
-    def may_store(self, salt: str | None) -> bool:
-        """Tell whether KV of a namespace is written to storage.
-
-        The exact namespace names no weights. While it may hold KV of old ones, nothing of it is
-        written, because it would lie under the name of the present ones.
-        """
-        if self.admission.holds_old_weights and not is_chunk_of(salt, self._model.fingerprint):
-            return False
-        return may_leave_server(salt, self._model.fingerprint)
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

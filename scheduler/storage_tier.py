@@ -17,12 +17,14 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from sgl_blend.engine.objects import Req, Scheduler, Tree
+from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
 from sgl_blend.engine.prefetch import (
     Prefetch,
     drop_prefetch,
+    finish_writes,
     has_storage,
     is_on_its_way,
+    namespace_of_node,
     start_prefetch,
     take_loaded,
 )
@@ -31,6 +33,8 @@ from sgl_blend.engine.rounds import is_queued
 from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
+from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
+from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.request_state import RequestState
@@ -72,6 +76,7 @@ class StorageTier:
         tp_group: Whose first rank's clock counts.
         store: Where chunks are found.
         lookups: Knows whether exact KV of a client's earlier prompts is of use.
+        model: Whose KV is of use.
         controller: Chooses what is worth loading; None to ask for everything.
     """
 
@@ -82,8 +87,10 @@ class StorageTier:
         tp_group: TPGroup,
         store: ChunkStore,
         lookups: Lookups,
+        model: LoadedModel,
         controller: LoadingController | None,
     ) -> None:
+        self._model = model
         self._store = store
         self._controller = controller
         self._scheduler = scheduler
@@ -154,6 +161,22 @@ class StorageTier:
         for arrival in self._arrivals.values():
             self._abandon(arrival)
         self._arrivals.clear()
+
+    def leave(self) -> None:
+        """Give up what is on its way, and wait a moment for what is being written."""
+        self.drop_all()
+        finish_writes(self._tree)
+
+    def takes(self, node: Handle) -> bool:
+        """Tell whether a node of the tree is written to storage.
+
+        The exact namespace names no weights. While it may hold KV of old ones, nothing of it is
+        written, because it would lie under the name of the present ones.
+        """
+        salt = namespace_of_node(self._tree, node)
+        if self._lookups.holds_old_weights and not is_chunk_of(salt, self._model.fingerprint):
+            return False
+        return may_leave_server(salt, self._model.fingerprint)
 
     def _choose(self, state: RequestState) -> tuple[tuple[ChunkKey, ...], float]:
         """Return the chunks to ask storage for, and how long their request waits for them."""

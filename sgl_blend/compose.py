@@ -152,7 +152,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     lookups = Lookups(store, with_exact_namespace=not build_first)
     prepare_storage(facts.tree)
     controller = _loading_controller(fusion, facts, tp_group)
-    storage = StorageTier(scheduler, facts.tree, tp_group, store, lookups, controller)
+    storage = StorageTier(scheduler, facts.tree, tp_group, store, lookups, model, controller)
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
         intake=Intake(

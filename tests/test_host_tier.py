@@ -1,19 +1,26 @@
 """Chunks that were evicted to host memory come back, the same bytes, beside the forward."""
 
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch_cpu_hicache
-import torch_cpu_streams
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, random_tokens
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from pushed_out import (
+    CHUNKS,
+    POOL,
+    QUESTION,
+    SYSTEM,
+    Warm,
+    ask_warm,
+    other_order,
+    push_out,
+    settings,
+    slow_loads,
+    slow_moves,
+    store_chunks,
+)
 
 from sgl_blend.engine.admission import stop_verdict
 from sgl_blend.engine.tiers import finish_loads
@@ -23,88 +30,17 @@ __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
-SYSTEM = random_tokens(1, 20)
-CHUNKS = [random_tokens(10 + i, 60) for i in range(3)]
-QUESTION = random_tokens(99, 12)
-POOL = 1000
 OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
 A_POLICY_OF_EACH_KIND = ("funnel", "hkvd", "gradual", "remembered", "first-k", "query-aware")
 FOR_EVALUATION = ("oracle", "exact-hkvd")
 
 
-@dataclass
-class Warm:
-    """An answer that reused all chunks, and KV of one of them afterwards, by layer."""
-
-    answer: Answer
-    kv: list[Any]
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    return {
-        "max_total_tokens": POOL,
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 4.0,
-        "blend_min_chunk_tokens": 32,
-        **more,
-    }
-
-
-def _push_out(driver: Driver) -> None:
-    """Let the device hold nothing any more."""
-    capacity = driver.runtime.describe()["pool"]["capacity"]
-    driver.scheduler.tree_cache.evict(EvictParams(num_tokens=capacity))
-    assert driver.runtime.describe()["pool"]["free"] == capacity
-
-
-@contextmanager
-def _slow(move: str, seconds: float) -> Iterator[None]:
-    """Let each call of a host pool's function take so long."""
-    moves = torch_cpu_hicache._TorchMoves
-    stock = getattr(moves, move)
-
-    def slow(*args: Any, **more: Any) -> None:
-        torch_cpu_streams.current_stream().submit(lambda: time.sleep(seconds))
-        stock(*args, **more)
-
-    with patch.object(moves, move, slow):
-        yield
-
-
-def _slow_loads(layer_s: float) -> AbstractContextManager[None]:
-    """Let each layer take so long to come back."""
-    return _slow("load_to_device_per_layer", layer_s)
-
-
-def _store(driver: Driver, **rest: Any) -> None:
-    """Have all chunks built, and nothing else."""
-    driver.settle()
-    driver.flush()
-    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, **rest))
-    driver.settle()
-
-
-def _other_order(**rest: Any) -> Prompt:
-    return rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 0, 1)], QUESTION, **rest)
-
-
-def _ask_warm(driver: Driver, where: str, layer_s: float = 0.0, **rest: Any) -> Warm:
-    """Ask for chunks that were built, on the device or in host memory."""
-    _store(driver, **rest)
-    if where == "host":
-        _push_out(driver)
-    with _slow_loads(layer_s):
-        (answer,) = driver.ask(_other_order(**rest))
-    driver.settle()
-    return Warm(answer, driver.kv(SYSTEM + CHUNKS[1], driver.chunk_salt()))
-
-
 @OVERLAP
 def test_evicted_chunks_come_back(start_engine: StartEngine, overlap: bool) -> None:
     engine = start_engine(**settings(disable_overlap_schedule=not overlap))
-    warm = engine.call(_ask_warm, "device")
-    back = engine.call(_ask_warm, "host")
+    warm = engine.call(ask_warm, "device")
+    back = engine.call(ask_warm, "host")
 
     assert (warm.answer.report["chunk_hits"], warm.answer.report["host_tokens"]) == (3, 0)
     assert back.answer.report == {**warm.answer.report, "host_tokens": 200}
@@ -119,7 +55,7 @@ def _ask_with_each_policy(
     found = {}
     for name in policies:
         params = {"sgl_blend_policy": name}
-        answer = _ask_warm(driver, where, 0.005 if where == "host" else 0.0, params=params).answer
+        answer = ask_warm(driver, where, 0.005 if where == "host" else 0.0, params=params).answer
         assert answer.report["host_tokens"] == (200 if where == "host" else 0), name
         found[name] = answer.logprobs[0]
     return found
@@ -143,65 +79,23 @@ def test_a_prefill_before_the_forward_waits_for_all_layers(start_engine: StartEn
 
 def _ask_without_waiting(driver: Driver) -> Warm:
     with patch("sgl_blend.engine.tiers.LayerLoads.wait", lambda loads, layer: None):
-        return _ask_warm(driver, "host", 0.02)
+        return ask_warm(driver, "host", 0.02)
 
 
 def test_an_answer_shows_that_nobody_waited(start_engine: StartEngine) -> None:
     engine = start_engine(**settings())
-    warm, hasty = engine.call(_ask_warm, "device"), engine.call(_ask_without_waiting)
+    warm, hasty = engine.call(ask_warm, "device"), engine.call(_ask_without_waiting)
     assert hasty.answer.report["host_tokens"] == 200
     assert largest_difference(hasty.answer.logprobs[0], warm.answer.logprobs[0]) > 1e-3
 
 
-@contextmanager
-def _slow_layers(driver: Driver, seconds: float) -> Iterator[None]:
-    """Let each layer take so long to compute."""
-    layers = driver.scheduler.tp_worker.model_runner.model.model.layers
-    hooks = [
-        layer.mlp.register_forward_pre_hook(lambda *args: time.sleep(seconds)) for layer in layers
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _seconds(driver: Driver, where: str, load_s: float, compute_s: float) -> float:
-    """Return how long a prefill takes whose layers take so long to come back and to compute."""
-    _store(driver)
-    if where == "host":
-        _push_out(driver)
-    with _slow_loads(load_s), _slow_layers(driver, compute_s):
-        begun = time.monotonic()
-        (answer,) = driver.ask(_other_order(max_new_tokens=1))
-        taken = time.monotonic() - begun
-    assert answer.report["host_tokens"] == (200 if where == "host" else 0)
-    driver.settle()
-    return taken
-
-
-@pytest.mark.parametrize(("load_s", "compute_s"), [(0.12, 0.06), (0.1, 0.1), (0.06, 0.12)])
-def test_a_load_hides_behind_the_layers(
-    start_engine: StartEngine, load_s: float, compute_s: float
-) -> None:
-    engine = start_engine(**settings())
-    layers = 4
-    compute = engine.call(_seconds, "device", 0.0, compute_s)
-    taken = engine.call(_seconds, "host", load_s, compute_s)
-    assert compute > layers * compute_s
-    bar = 1.15 * max(layers * load_s, compute) + load_s
-    assert bar < layers * load_s + compute, "one after the other would pass too"
-    assert taken <= bar
-
-
 def _ask_in_pieces(driver: Driver, where: str) -> list[Answer]:
     """Ask twice at once, cut into steps; the second finds on the device what the first brings back."""
-    _store(driver)
+    store_chunks(driver)
     if where == "host":
-        _push_out(driver)
+        push_out(driver)
     orders = ([2, 0, 1], [1, 2, 0])
-    with _slow_loads(0.02 if where == "host" else 0.0):
+    with slow_loads(0.02 if where == "host" else 0.0):
         return driver.ask(*(rag_prompt(SYSTEM, [CHUNKS[i] for i in o], QUESTION) for o in orders))
 
 
@@ -216,11 +110,11 @@ def test_later_steps_and_others_wait_too(start_engine: StartEngine, overlap: boo
 
 def _ask_for_what_has_no_room(driver: Driver) -> tuple[Answer, int]:
     """Ask for chunks beside a prompt that leaves no room for them."""
-    _store(driver)
-    _push_out(driver)
+    store_chunks(driver)
+    push_out(driver)
     long = driver.submit(Prompt([random_tokens(500, POOL - 420)], max_new_tokens=60))
     driver.step()
-    (answer,) = driver.ask(_other_order())
+    (answer,) = driver.ask(other_order())
     pending = driver.runtime.builder.num_pending
     driver.run_until(long.finished)
     driver.settle()
@@ -237,11 +131,11 @@ def test_chunks_without_room_stay_on_the_host(start_engine: StartEngine) -> None
 
 def _ask_again(driver: Driver) -> Answer:
     """Ask twice for the same prompt, which is evicted between."""
-    _store(driver)
-    driver.ask(_other_order())
+    store_chunks(driver)
+    driver.ask(other_order())
     driver.settle()
-    _push_out(driver)
-    (answer,) = driver.ask(_other_order())
+    push_out(driver)
+    (answer,) = driver.ask(other_order())
     driver.settle()
     return answer
 
@@ -254,13 +148,13 @@ def test_a_prompt_that_is_on_the_host_itself_needs_no_chunk(start_engine: StartE
 
 def _ask_late(driver: Driver, how: str) -> Answer:
     """Queue loads for a request that no batch takes along, which then waits or is aborted."""
-    _store(driver)
-    _push_out(driver)
+    store_chunks(driver)
+    push_out(driver)
     with (
         patch("sgl_blend.scheduler.attempt.AdmissionAttempt.run", lambda self: stop_verdict()),
         patch("sgl_blend.scheduler.hooks.finish_loads", lambda tree: None),
     ):
-        req = driver.submit(_other_order())
+        req = driver.submit(other_order())
         driver.step()
     queue = driver.scheduler.tree_cache.cache_controller.load_queue
     assert queue, "nothing is on its way"
@@ -269,7 +163,7 @@ def _ask_late(driver: Driver, how: str) -> Answer:
         driver.step()
         assert not queue, "nobody brings it back"
         driver.settle()
-        (answer,) = driver.ask(_other_order())
+        (answer,) = driver.ask(other_order())
     else:
         driver.run_until(req.finished)
         answer = driver.answer(req)
@@ -282,7 +176,7 @@ def test_loads_that_no_batch_takes_along_end(
     start_engine: StartEngine, how: str, tokens: int
 ) -> None:
     engine = start_engine(**settings())
-    answer, warm = engine.call(_ask_late, how), engine.call(_ask_warm, "device").answer
+    answer, warm = engine.call(_ask_late, how), engine.call(ask_warm, "device").answer
     assert answer.logprobs == warm.logprobs
     assert answer.report == {**warm.report, "host_tokens": tokens}
 
@@ -292,11 +186,11 @@ def _ask_when_pushed_out(driver: Driver, *, and_back: bool) -> Answer:
 
     Or when they are there again, in other slots.
     """
-    _store(driver)
+    store_chunks(driver)
     with patch("sgl_blend.scheduler.attempt.AdmissionAttempt.run", lambda self: stop_verdict()):
-        req = driver.submit(_other_order())
+        req = driver.submit(other_order())
         driver.step()
-    _push_out(driver)
+    push_out(driver)
     tree, keys = driver.scheduler.tree_cache, req.sgl_blend.keys
     if and_back:
         driver.scheduler.waiting_queue.remove(req)
@@ -320,13 +214,13 @@ def test_what_was_looked_up_may_be_pushed_out(
 ) -> None:
     engine = start_engine(**settings())
     answer = engine.call(partial(_ask_when_pushed_out, and_back=and_back))
-    warm = engine.call(_ask_warm, "device").answer
+    warm = engine.call(ask_warm, "device").answer
     assert answer.logprobs == warm.logprobs
     assert answer.report == {**warm.report, "host_tokens": tokens}
 
 
 def _ask_in_build_mode(driver: Driver, where: str) -> tuple[Warm, int]:
-    warm = _ask_warm(driver, where)
+    warm = ask_warm(driver, where)
     steps = driver.runtime.describe()["build_steps"]
     return warm, steps
 
@@ -343,7 +237,7 @@ def test_nothing_is_built_twice_in_build_mode(start_engine: StartEngine) -> None
 def _tokens_on_host(driver: Driver) -> tuple[int, int]:
     """Return how many tokens are in host memory after chunks were built and probed, and the probes."""
     before = driver.runtime.describe()["probes_run"]
-    _store(driver)
+    store_chunks(driver)
     host = driver.scheduler.tree_cache.cache_controller.mem_pool_host
     used = host.size - host.available_size()
     return used, driver.runtime.describe()["probes_run"] - before
@@ -358,12 +252,12 @@ def test_probes_stay_off_the_host(start_engine: StartEngine) -> None:
 
 def _ask_for_room_in_build_mode(driver: Driver) -> tuple[Answer, int]:
     """Ask for chunks while a prompt that still decodes leaves no room for them."""
-    _store(driver)
-    _push_out(driver)
+    store_chunks(driver)
+    push_out(driver)
     steps = driver.runtime.describe()["build_steps"]
     long = driver.submit(Prompt([random_tokens(500, POOL - 310)], max_new_tokens=60))
     driver.step()
-    (answer,) = driver.ask(_other_order())
+    (answer,) = driver.ask(other_order())
     assert long.finished(), "there was room"
     driver.settle()
     return answer, driver.runtime.describe()["build_steps"] - steps
@@ -372,7 +266,7 @@ def _ask_for_room_in_build_mode(driver: Driver) -> tuple[Answer, int]:
 def test_an_answer_waits_for_room_in_build_mode(start_engine: StartEngine) -> None:
     engine = start_engine(**settings(blend_on_miss="build"))
     answer, steps = engine.call(_ask_for_room_in_build_mode)
-    warm = engine.call(_ask_warm, "device").answer
+    warm = engine.call(ask_warm, "device").answer
     assert answer.logprobs == warm.logprobs
     assert answer.report == {**warm.report, "host_tokens": 200}
     assert steps == 0, "what lies on the host was built again"
@@ -380,26 +274,26 @@ def test_an_answer_waits_for_room_in_build_mode(start_engine: StartEngine) -> No
 
 def _ask_beside_a_backup(driver: Driver) -> Answer:
     """Ask for chunks while the copy of a long prompt to the host locks most of the pool."""
-    _store(driver)
-    with _slow("backup_from_device_all_layer", 0.3):
+    store_chunks(driver)
+    with slow_moves("backup_from_device_all_layer", 0.3):
         driver.ask(Prompt([random_tokens(600, POOL - 300)], logprobs=False))
-        (answer,) = driver.ask(_other_order())
+        (answer,) = driver.ask(other_order())
     driver.settle()
     return answer
 
 
 def test_chunks_wait_for_memory_that_a_backup_locks(start_engine: StartEngine) -> None:
     engine = start_engine(**settings())
-    answer, warm = engine.call(_ask_beside_a_backup), engine.call(_ask_warm, "device").answer
+    answer, warm = engine.call(_ask_beside_a_backup), engine.call(ask_warm, "device").answer
     assert answer.report["fallback"] is None
     assert answer.logprobs == warm.logprobs
 
 
 def _ask_as_another_tenant(driver: Driver) -> list[dict[str, Any]]:
     """Ask for one tenant's chunks, which are on the host, as another one and as itself."""
-    _store(driver, salt="a")
-    _push_out(driver)
-    return [driver.ask(_other_order(salt=salt))[0].report for salt in ("b", None, "a")]
+    store_chunks(driver, salt="a")
+    push_out(driver)
+    return [driver.ask(other_order(salt=salt))[0].report for salt in ("b", None, "a")]
 
 
 def test_nothing_comes_back_for_another_tenant(start_engine: StartEngine) -> None:
@@ -414,7 +308,7 @@ def _order_beside_a_backup(driver: Driver) -> bool:
     """Tell whether the server is idle for an operator while what builds stored is being copied."""
     driver.settle()
     driver.flush()
-    with _slow("backup_from_device_all_layer", 0.2):
+    with slow_moves("backup_from_device_all_layer", 0.2):
         driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
         for _ in range(200):
             driver.step()
