@@ -59,6 +59,26 @@ def test_small_loads_teach_the_latency_and_large_ones_the_bandwidth() -> None:
     assert clock.speed.bytes_per_s == pytest.approx(2e9, rel=0.15)
 
 
+def test_a_latency_that_rises_is_seen_though_most_loads_are_large() -> None:
+    # Beside large loads, which hardly notice, a small one would always be the odd one out.
+    clock, link = LinkClock(GUESS), LinkSpeed(1e-2, 1e9)
+    for _ in range(8):
+        for num_bytes in (10**9, 10**9, 10**4):
+            clock.update(timed(link, num_bytes))
+    assert clock.speed.latency_s == pytest.approx(1e-2, rel=0.1)
+    assert clock.speed.bytes_per_s == pytest.approx(1e9, rel=0.1)
+
+
+def test_no_load_moves_an_estimate_by_more_than_a_bound() -> None:
+    clock = LinkClock(GUESS)
+    for _ in range(2):
+        clock.update(timed(GUESS, factor=1e6))
+    assert clock.speed.seconds(LARGE) < 10 * GUESS.seconds(LARGE)
+    for _ in range(100):
+        clock.update(TimedLoad(1, 1e-12))
+    assert clock.speed.latency_s >= 1e-6
+
+
 def test_one_stalled_load_teaches_nothing() -> None:
     clock = LinkClock(GUESS)
     for factor in (100.0, 1.0, 1.0, 1.0, 100.0, 1.0, 1.0):

@@ -294,6 +294,32 @@ def test_the_search_of_longer_lists_comes_close() -> None:
     assert sorted(ratios)[6] <= 1.005
 
 
+H, S = Place.HOST, Place.STORAGE
+HARD = {
+    "few": ((700, H), (100, H), (1000, H), (100, H), (100, H)),
+    "one for another": (
+        *((200, S), (300, H), (500, H), (300, H), (100, S)),
+        *((100, H), (1000, S), (100, S), (1000, H), (3000, H)),
+    ),
+    "sorted by gain": (
+        *((700, H), (1000, S), (1000, S), (200, S), (700, H)),
+        *((1000, H), (500, H), (700, H), (3000, S), (1000, H)),
+    ),
+}
+"""Chunks of which less of a search chooses a set that takes 20 to 28 % longer."""
+
+
+@pytest.mark.parametrize(
+    ("name", "host", "storage"),
+    [("few", 2e9, 2e9), ("one for another", 2e9, 1e9), ("sorted by gain", 8e9, 2e9)],
+)
+def test_each_part_of_the_search_counts(name: str, host: float, storage: float) -> None:
+    prompt = Prompt(tuple(a_chunk(tokens, place) for tokens, place in HARD[name]), 50)
+    links = Links(LinkSpeed(1e-4, host), LinkSpeed(1e-4, storage))
+    choice = choose(prompt, times(), links, FLOOR)
+    assert choice.seconds <= brute_force(prompt, times(), links, 0.15) * 1.01
+
+
 @pytest.mark.parametrize(("num_small", "bandwidth"), [(3, 3e9), (12, 1.6e9)])
 def test_small_chunks_together_may_beat_a_large_one(num_small: int, bandwidth: float) -> None:
     # The large one gains more per second than a small one, but the link cannot bring it in time.

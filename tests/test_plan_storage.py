@@ -1,6 +1,7 @@
 """``sgl-blend plan-storage``: what it reads, says and refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_where_nothing_suits_it_says_what_comes_nearest(
     ("config", "expected"),
     [
         ({"num_key_value_heads": 8, "head_dim": 128, "torch_dtype": "bfloat16"}, 131_072),
-        ({"num_key_value_heads": 8, "head_dim": 128, "dtype": "float32"}, 262_144),
+        ({"num_key_value_heads": 8, "head_dim": 64, "dtype": "float32"}, 131_072),
         ({"torch_dtype": "float16"}, 2 * 32 * 4096 * 2),
     ],
 )
@@ -248,6 +249,27 @@ def test_a_library_larger_than_the_memory_is_said_to_be(
     assert "host memory comes nearest: it is fast enough, but holds" in asked(
         capsys, *flags, *SPEED, status=1
     )
+
+
+def test_each_read_of_the_trial_is_asked_to_come_from_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    forget, read = os.posix_fadvise, os.preadv
+
+    def forgetting(descriptor: int, start: int, length: int, advice: int) -> None:
+        assert (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        calls.append("forget")
+        forget(descriptor, start, length, advice)
+
+    def reading(descriptor: int, buffers: list[memoryview], at: int) -> int:
+        calls.append("read")
+        return read(descriptor, buffers, at)
+
+    monkeypatch.setattr(os, "posix_fadvise", forgetting)
+    monkeypatch.setattr(os, "preadv", reading)
+    tier_trial.time_file_reads(tmp_path, 100_000)
+    assert calls == ["forget", "read"] * 10
 
 
 def test_a_folder_that_takes_no_file_is_one_sentence(tmp_path: Path) -> None:

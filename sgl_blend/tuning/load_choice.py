@@ -27,7 +27,7 @@ MAX_RATIO = 0.5
 _MAX_PASSES = 4
 _PREFIXES = 16
 """How many are looked at: single chunks are tried afterwards."""
-_MOST_EXCHANGED = 12
+_MOST_EXCHANGED = 16
 _MOST_ENUMERATED = 8
 _RATIO_PRECISION = 0.002
 _ROUNDING = 1e-9
