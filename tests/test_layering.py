@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"kernels"},
     {"errors", "fallback"},
-    {"report"},
+    {"report", "storage"},
     {"metrics"},
     {"engine"},
     {"policies"},

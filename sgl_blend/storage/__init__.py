@@ -1,0 +1,1 @@
+"""Pages of KV as objects of a store: container, names and guarded calls. Knows nothing of SGLang."""

@@ -1,0 +1,145 @@
+"""Names of stored pages, and the operator's key.
+
+Everything that gives a page's bytes another meaning is digested into its name. So servers that may
+not share KV cannot even ask for each other's objects. The order of pages in memory is not part of it:
+all objects have one order (container.py).
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import msgspec
+
+from sgl_blend.errors import ConfigError
+from sgl_blend.storage.container import FORMAT_VERSION, LEVEL, PageFormat, PageLabel
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoreKey:
+    """What an operator's key is turned into: one key for names, one for pages.
+
+    Attributes:
+        names: 32 bytes that key the digests of names.
+        pages: 32 bytes that encrypt pages.
+    """
+
+    names: bytes
+    pages: bytes
+
+    @classmethod
+    def of(cls, secret: bytes) -> StoreKey:
+        """Derive both keys from 32 secret bytes."""
+        assert len(secret) == KEY_BYTES, len(secret)
+        return cls(
+            hmac.digest(secret, b"sgb1 names", "sha256"),
+            hmac.digest(secret, b"sgb1 pages", "sha256"),
+        )
+
+
+def read_key_file(path: str) -> StoreKey:
+    """Read the key of --blend-store-key-file: 32 bytes, or 64 hexadecimal characters.
+
+    A file that others may read or write is refused, not warned about: who has the key reads the KV of
+    all tenants and can forge it, and a warning at start is read by nobody.
+
+    Raises:
+        ConfigError: The file cannot be read, is open to others than its owner, or holds no key.
+    """
+    flag = "--blend-store-key-file"
+    try:
+        with Path(path).open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(4 * KEY_BYTES)
+    except OSError as err:
+        raise ConfigError(f"{flag} {path}: {err.strerror or err}") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{flag} {path} is open to others than its owner; run chmod 600 on it")
+    if len(content) == KEY_BYTES:
+        return StoreKey.of(content)
+    try:
+        secret = bytes.fromhex(content.decode("ascii").strip())
+    except ValueError:
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise ConfigError(
+            f"{flag} {path} must hold 32 bytes or 64 hexadecimal characters; "
+            f"make one with: head -c 32 /dev/urandom > {path}"
+        )
+    return StoreKey.of(secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Whose KV a page is: one rank of a server split over several."""
+
+    index: int
+    size: int
+
+
+class ObjectNames:
+    """Names the pages of one rank by SGLang's page hashes.
+
+    SGLang's hash of a page stands for every token up to its end, and for the tenant and our namespaces
+    (from 0.5.21 on). The rest is known here.
+
+    Args:
+        form: What a page is made of.
+        rank: Of this process.
+        key: Keys of the operator; None leaves names to be computed by anybody who knows the tokens.
+    """
+
+    def __init__(self, form: PageFormat, rank: Rank, key: StoreKey | None = None) -> None:
+        self._form = form
+        self._rank = rank
+        self._key = key
+        self._labels: tuple[str, str] | None = None
+
+    def renew(self, weights: str | None, rotary: str = "") -> None:
+        """Name pages of other weights from now on; None: of weights that nobody knows.
+
+        To be called when no KV of the old weights can be written any more: after SGLang has flushed
+        its tiers. Until the new digest is known, None keeps anything from being written or found.
+
+        Args:
+            weights: Digest of the loaded weights.
+            rotary: Digest of how keys are rotated.
+        """
+        self._labels = None if weights is None else (weights, rotary)
+
+    def label(self, page_hash: str) -> PageLabel | None:
+        """Return what the object of a page says about itself, its name first.
+
+        Returns:
+            None while the weights are not known.
+        """
+        labels = self._labels  # once: another thread may renew it
+        if labels is None:
+            return None
+        weights, rotary = labels
+        form = self._form
+        text = msgspec.msgpack.encode(
+            (
+                FORMAT_VERSION,
+                weights,
+                form.dtype,
+                form.layers,
+                form.heads,
+                form.dim,
+                form.tokens,
+                self._rank.index,
+                self._rank.size,
+                rotary,
+                page_hash,
+            )
+        )
+        key = self._key
+        made = sha256(text).digest() if key is None else hmac.digest(key.names, text, "sha256")
+        return PageLabel(f"sgb{FORMAT_VERSION}-{LEVEL}-{made[:16].hex()}", form, weights, rotary)
