@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sgl_blend.errors import ConfigError
 from sgl_blend.storage.container import PageFormat
-from sgl_blend.storage.names import ObjectNames, Rank, StoreKey, read_key_file
+from sgl_blend.storage.names import ObjectNames, Rank, StoreKey, WeightsInUse, read_key_file
 
 FORM = PageFormat("bfloat16", 6, 16, 2, 64)
 ALONE = Rank(0, 1)
@@ -19,10 +19,14 @@ SECRET = bytes(range(32))
 KEY = StoreKey.of(SECRET)
 
 
-def _names(form: PageFormat = FORM, rank: Rank = ALONE, key: StoreKey | None = None) -> ObjectNames:
-    made = ObjectNames(form, rank, key)
-    made.renew("w" * 32, "rotary")
+def _in_use(weights: str = "w" * 32, rotary: str = "rotary") -> WeightsInUse:
+    made = WeightsInUse()
+    made.renew(weights, rotary)
     return made
+
+
+def _names(form: PageFormat = FORM, rank: Rank = ALONE, key: StoreKey | None = None) -> ObjectNames:
+    return ObjectNames(form, rank, _in_use(), key)
 
 
 def _name(names: ObjectNames, page_hash: str = "ab" * 32) -> str:
@@ -32,9 +36,7 @@ def _name(names: ObjectNames, page_hash: str = "ab" * 32) -> str:
 
 
 def _renewed(weights: str, rotary: str) -> ObjectNames:
-    made = _names()
-    made.renew(weights, rotary)
-    return made
+    return ObjectNames(FORM, ALONE, _in_use(weights, rotary))
 
 
 def test_a_name_stays_what_it_is() -> None:
@@ -82,18 +84,22 @@ def test_tenants_whose_pages_differ_have_no_name_in_common(
 
 
 def test_new_weights_have_new_names_and_the_old_ones_come_back_with_them() -> None:
-    names = _names()
+    weights = _in_use()
+    names = ObjectNames(FORM, ALONE, weights)
     old = _name(names)
-    names.renew("v" * 32, "rotary")
+    weights.renew("v" * 32, "rotary")
     assert _name(names) != old
-    names.renew("w" * 32, "rotary")
+    weights.renew("w" * 32, "rotary")
     assert _name(names) == old
 
 
 def test_weights_that_nobody_knows_have_no_names() -> None:
-    assert ObjectNames(FORM, Rank(0, 1)).label("ab" * 32) is None
-    names = _names()
-    names.renew(None)
+    weights = WeightsInUse()
+    names = ObjectNames(FORM, ALONE, weights)
+    assert names.label("ab" * 32) is None
+    weights.renew("w" * 32)
+    assert names.label("ab" * 32) is not None
+    weights.renew(None)
     assert names.label("ab" * 32) is None
 
 

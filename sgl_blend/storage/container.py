@@ -155,7 +155,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(_Header).decode
 
 
-def pack(page: Bytes, label: PageLabel, key: bytes | None = None) -> bytes:
+def pack(page: Bytes, label: PageLabel, key: bytes | None = None) -> bytearray:
     """Make the object of a page.
 
     Args:
@@ -225,17 +225,20 @@ def unpack(data: Bytes, label: PageLabel, key: bytes | None = None) -> bytearray
 # --- the envelope: the same in every version ----------------------------------------------------
 
 
-def _seal(parts: list[bytes], name: str, key: bytes | None) -> bytes:
+def _seal(parts: list[bytes], name: str, key: bytes | None) -> bytearray:
     body_bytes = sum(map(len, parts))
     length = _PRELUDE.size + body_bytes + _TRAILER_BYTES + (_NONCE_BYTES if key else 0)
     prelude = _PRELUDE.pack(_MAGIC, FORMAT_VERSION, _ENCRYPTED if key else 0, length)
     if key is None:
-        sealed = b"".join([prelude, *parts])
-        return sealed + xxh3_128_digest(sealed)
+        sealed = bytearray().join([prelude, *parts])
+        sealed += xxh3_128_digest(sealed)
+        return sealed
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = os.urandom(_NONCE_BYTES)
-    return prelude + nonce + AESGCM(key).encrypt(nonce, b"".join(parts), prelude + name.encode())
+    sealed = bytearray(prelude + nonce)
+    sealed += AESGCM(key).encrypt(nonce, b"".join(parts), prelude + name.encode())
+    return sealed
 
 
 def _open(data: memoryview, name: str, key: bytes | None) -> memoryview | Fault:

@@ -84,6 +84,29 @@ class Rank:
     size: int
 
 
+class WeightsInUse:
+    """Which weights KV is computed with now; written by the scheduler, read by SGLang's threads.
+
+    Attributes:
+        digests: Of the weights and of how keys are rotated; None while nobody knows them.
+    """
+
+    def __init__(self) -> None:
+        self.digests: tuple[str, str] | None = None
+
+    def renew(self, weights: str | None, rotary: str = "") -> None:
+        """Name pages of other weights from now on; None: of weights that nobody knows.
+
+        To be called when no KV of the old weights can be written any more: after SGLang has flushed
+        its tiers. While the digest is not known, nothing is written and nothing found.
+
+        Args:
+            weights: Digest of the loaded weights.
+            rotary: Digest of how keys are rotated.
+        """
+        self.digests = None if weights is None else (weights, rotary)
+
+
 class ObjectNames:
     """Names the pages of one rank by SGLang's page hashes.
 
@@ -93,26 +116,17 @@ class ObjectNames:
     Args:
         form: What a page is made of.
         rank: Of this process.
+        weights: With which KV is computed.
         key: Keys of the operator; None leaves names to be computed by anybody who knows the tokens.
     """
 
-    def __init__(self, form: PageFormat, rank: Rank, key: StoreKey | None = None) -> None:
+    def __init__(
+        self, form: PageFormat, rank: Rank, weights: WeightsInUse, key: StoreKey | None = None
+    ) -> None:
         self._form = form
         self._rank = rank
+        self._weights = weights
         self._key = key
-        self._labels: tuple[str, str] | None = None
-
-    def renew(self, weights: str | None, rotary: str = "") -> None:
-        """Name pages of other weights from now on; None: of weights that nobody knows.
-
-        To be called when no KV of the old weights can be written any more: after SGLang has flushed
-        its tiers. Until the new digest is known, None keeps anything from being written or found.
-
-        Args:
-            weights: Digest of the loaded weights.
-            rotary: Digest of how keys are rotated.
-        """
-        self._labels = None if weights is None else (weights, rotary)
 
     def label(self, page_hash: str) -> PageLabel | None:
         """Return what the object of a page says about itself, its name first.
@@ -120,10 +134,10 @@ class ObjectNames:
         Returns:
             None while the weights are not known.
         """
-        labels = self._labels  # once: another thread may renew it
-        if labels is None:
+        digests = self._weights.digests  # once: another thread may renew them
+        if digests is None:
             return None
-        weights, rotary = labels
+        weights, rotary = digests
         form = self._form
         text = msgspec.msgpack.encode(
             (
