@@ -63,6 +63,7 @@ class Intake:
         Returns:
             The state to put on the request.
         """
+        self._model.settle()
         token_ids = received_ids(received)
         if token_ids is None:
             return self._plain(received, 0, FallbackReason.MULTIMODAL)

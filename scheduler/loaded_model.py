@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections.abc import Callable
 
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.radix_ext.namespaces import (
@@ -22,40 +23,74 @@ class LoadedModel:
 
     KV of other weights must never be found again, whether or not the operator had the cache flushed.
     So every change of weights gives the model another fingerprint, which is in every namespace of ours.
+    It is drawn at once, because weights come in many pieces. When the next request arrives, they are
+    digested. Then all servers with these weights have the same fingerprint, and find each other's
+    chunks in storage.
 
     Args:
-        fingerprint: Of the model that was loaded at start.
+        identity: A text that differs where the bytes of KV have another meaning, weights aside.
+        digest: Digests the weights of this rank.
         config: The server's settings.
-        tp_group: Which must agree on a new fingerprint.
-        quality: By what the answers of that model were judged (profile.quality_of).
+        tp_group: Which must agree on a fingerprint.
+        quality: By what the answers of the model of the start were judged (profile.quality_of).
 
     Attributes:
         fingerprint: Of the weights that are loaded now.
+        weights: What this rank's weights are called in storage; None until they are digested.
         quality: By what their answers were judged.
         num_updates: How often the weights have changed since the start.
     """
 
     def __init__(
-        self, fingerprint: ModelFingerprint, config: BlendConfig, tp_group: TPGroup, *, quality: str
+        self,
+        identity: str,
+        digest: Callable[[], str],
+        config: BlendConfig,
+        tp_group: TPGroup,
+        *,
+        quality: str,
     ) -> None:
-        self.fingerprint = fingerprint
+        self.identity = identity
         self.quality = quality
         self.num_updates = 0
+        self._digest = digest
+        self._digested: str | None = None
         self._config = config
         self._tp_group = tp_group
+        self.weights: str | None = None
+        self.fingerprint = ModelFingerprint("")
+        self.settle()
 
     def renew(self) -> None:
-        """Take note that the weights have changed; all ranks must be told together.
-
-        Nothing cheap tells new weights from old ones, so the fingerprint is drawn: it will not meet
-        that of any other server or time. A profile was made with the weights of the start.
-        """
+        """Take note that the weights have changed; all ranks must be told together."""
         if self.num_updates == 0 and self._config.blend_preset is not None:
             logger.warning("sgl-blend: the weights have changed, quality is %s", NOT_JUDGED)
         self.quality = NOT_JUDGED
         (nonce,) = self._tp_group.agree([float(secrets.randbits(52))])
         self.num_updates += 1
         self.fingerprint = fingerprint(f"{self.fingerprint} {int(nonce):013x}")
+        self.weights = None
+
+    def settle(self) -> bool:
+        """Digest the weights if they have changed; return whether they had. All ranks do it together.
+
+        A digest sees samples. Weights that have changed and look the same keep the fingerprint that
+        was drawn: nobody else has it, and nothing old is found by it.
+        """
+        if self.weights is not None:
+            return False
+        digest, before = self._digest(), self._digested
+        agreed = [int(digest[begin : begin + 8], 16) for begin in range(0, len(digest), 8)]
+        common = "".join(
+            f"{int(part):08x}" for part in self._tp_group.agree(list(map(float, agreed)))
+        )
+        if common == before:
+            self.weights = f"{digest} {self.fingerprint}"
+        else:
+            self.weights = digest
+            self.fingerprint = fingerprint(f"{self.identity}\n{common}")
+        self._digested = common
+        return True
 
     def chunk_namespace(self, client_salt: str | None) -> str:
         """Name the namespace in which a client's chunks are stored."""

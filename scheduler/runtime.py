@@ -359,7 +359,7 @@ class BlendRuntime:
         A request in the middle of its prefill goes on without what it has not copied yet.
         """
         self._model.renew()
-        self.storage.drop_all()
+        self.storage.weights_changed()
         if self._fusor.graphs is not None:
             self._fusor.graphs.weights_changed()
         self.admission.weights_changed()
@@ -389,6 +389,7 @@ class BlendRuntime:
             "chunks_remembered": self._memories.num_chunks,
             "build_step_tokens": self.builder.step_tokens,
             "pool": pool_use(self._tree),
+            "storage": self.storage.describe(),
             "chunks_protected": self._shares.num_chunks,
             "canary": None if self.canary is None else self.canary.describe(),
         }

@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
 from sgl_blend.engine.prefetch import (
@@ -27,9 +28,11 @@ from sgl_blend.engine.prefetch import (
     namespace_of_node,
     start_prefetch,
     take_loaded,
+    writes_in_flight,
 )
 from sgl_blend.engine.requests import prompt_ids, rid_of
 from sgl_blend.engine.rounds import is_queued
+from sgl_blend.engine.storage import name_stored_weights, storage_of
 from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
@@ -99,6 +102,9 @@ class StorageTier:
         self._lookups = lookups
         self._arrivals: dict[str, _Arrival] = {}
         self._serial = 0
+        self._is_named = False
+        self._old_writes: frozenset[int] = frozenset()
+        self._name_weights()
 
     @property
     def num_coming(self) -> int:
@@ -109,6 +115,8 @@ class StorageTier:
         """Ask storage for what device and host lack of a request; also after a retraction."""
         if not has_storage(self._tree) or rid_of(req) in self._arrivals:
             return
+        if self._controller is not None and (storage := storage_of(self._tree)) is not None:
+            storage.observe = self._controller.storage_read
         keys, patience_s = self._choose(state)
         arrival = _Arrival(req, state, patience_s)
         first = state.keys[0]
@@ -125,6 +133,7 @@ class StorageTier:
 
     def begin_round(self) -> None:
         """See what has come; all ranks begin their rounds together."""
+        self._name_weights()
         if self._controller is not None:
             for load in finished_loads(self._tree):
                 self._controller.host_loaded(*load)
@@ -161,6 +170,28 @@ class StorageTier:
         for arrival in self._arrivals.values():
             self._abandon(arrival)
         self._arrivals.clear()
+
+    def weights_changed(self) -> None:
+        """Find and write nothing until the new weights are known, and no KV of old ones is written."""
+        self.drop_all()
+        name_stored_weights(self._tree, None, "")
+        self._is_named = False
+        self._old_writes |= writes_in_flight(self._tree)
+
+    def _name_weights(self) -> None:
+        if self._is_named or self._model.weights is None:
+            return
+        self._old_writes &= writes_in_flight(self._tree)
+        if not self._old_writes:
+            name_stored_weights(self._tree, self._model.weights, self._model.identity)
+            self._is_named = True
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return totals of storage for /server_info, and the speeds; None without a host tier."""
+        storage = storage_of(self._tree)
+        speeds = {} if self._controller is None else self._controller.describe()
+        totals = {} if storage is None else storage.counters.snapshot()
+        return {**totals, **speeds} or None
 
     def leave(self) -> None:
         """Give up what is on its way, and wait a moment for what is being written."""

@@ -27,6 +27,7 @@ from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.engine.rounds import vocab_size
 from sgl_blend.engine.tiers import has_host_tier, host_token_bytes, trial_loads
 from sgl_blend.engine.tp_group import TPGroup, this_group
+from sgl_blend.engine.weights import weights_digest
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.graphs import RowBucketGraphs
 from sgl_blend.fusion.layouts.mha import MHALayout
@@ -39,7 +40,7 @@ from sgl_blend.metrics import BlendMetrics, CanaryMetrics
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
-from sgl_blend.radix_ext.namespaces import architecture, fingerprint
+from sgl_blend.radix_ext.namespaces import architecture
 from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
 from sgl_blend.scheduler.build_budget import BUILD_SHARE, PROBE_SHARE, BuildBudget, ServedTime
@@ -104,7 +105,13 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     fusion = _make_fusion(config, scheduler, facts, tp_group)
     separator = _separator(config, facts)
     store = ChunkStore(facts.tree, facts.page_size)
-    model = LoadedModel(fingerprint(facts.identity), config, tp_group, quality=quality)
+    model = LoadedModel(
+        f"{model_architecture} {facts.dtypes}",
+        lambda: weights_digest(facts.runner),
+        config,
+        tp_group,
+        quality=quality,
+    )
     probation = Probation(facts.tree)
     shares = FairShare(store, facts.capacity, lambda: probation.num_tokens)
     build_first = config.blend_on_miss == "build"

@@ -17,7 +17,6 @@ from sgl_blend.errors import ConfigError, RequestError
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.gate import RequestGate, check_preferred
 from sgl_blend.protocol.separator import Separator
-from sgl_blend.radix_ext.namespaces import fingerprint
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.switch import BlendSwitch
@@ -200,7 +199,7 @@ def test_no_client_names_a_namespace_of_ours(name: str) -> None:
 
 
 def test_behind_the_gate_a_name_of_ours_is_served_in_full() -> None:
-    model = LoadedModel(fingerprint("m"), CONFIG, TPGroup(), quality="")
+    model = LoadedModel("m", lambda: "0" * 32, CONFIG, TPGroup(), quality="")
     intake = Intake(CONFIG, model, separator_id=SEP, bos_token_id=1, switch=BlendSwitch())
     request = tokenized([20, SEP, *range(30, 80), SEP, 21], extra_key="sgl-blend:c:0123:")
     assert intake.read(request).fallback is FallbackReason.MALFORMED

@@ -28,8 +28,7 @@ class ServerFacts:
         most_requests: That run at the same time.
         bos_token_id: What prompts of the model begin with; None if with nothing.
         architecture: The model's configuration, as a dict.
-        identity: A text that differs where the bytes of KV have another meaning: the weights'
-            origin, the architecture and the dtypes.
+        dtypes: A text that differs where the same architecture and weights give KV other bytes.
         publishes: Whether the server publishes Prometheus metrics.
         model_name: Name of the model in them.
     """
@@ -43,7 +42,7 @@ class ServerFacts:
     most_requests: int
     bos_token_id: int | None
     architecture: dict[str, Any]
-    identity: str
+    dtypes: str
     publishes: bool
     model_name: str
 
@@ -52,15 +51,7 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
     """Read a scheduler whose model is loaded."""
     args, config = scheduler.server_args, scheduler.model_config
     runner: ModelRunner = scheduler.tp_worker.model_runner
-    parts = (
-        args.model_path,
-        args.revision,
-        args.load_format,
-        args.quantization,
-        config.dtype,
-        runner.kv_cache_dtype,
-        config.hf_config.to_json_string(use_diff=False),
-    )
+    parts = (args.quantization, config.dtype, runner.kv_cache_dtype)
     return ServerFacts(
         args=args,
         tree=scheduler.tree_cache,
@@ -71,7 +62,7 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
         most_requests=scheduler.max_running_requests,
         bos_token_id=getattr(config.hf_config, "bos_token_id", None),
         architecture=runner.model_config.hf_config.to_dict(),
-        identity="\n".join(str(part) for part in parts),
+        dtypes=" ".join(str(part) for part in parts),
         publishes=bool(args.enable_metrics),
         model_name=str(args.served_model_name or args.model_path),
     )

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from hashlib import sha256
 from typing import Any
 
 from sgl_blend.engine.checked_pages import CheckedPages
@@ -110,6 +111,18 @@ def weights_in_use(pool: Any) -> WeightsInUse:
         found = WeightsInUse()
         setattr(pool, _WEIGHTS, found)
     return found
+
+
+def name_stored_weights(tree: Tree, weights: str | None, identity: str) -> None:
+    """Say which weights a tree's KV is of from now on; None: nobody knows yet.
+
+    Args:
+        tree: With or without storage, which an operator may attach later.
+        weights: Digest of this rank's weights.
+        identity: A text that differs where the same weights give KV another meaning.
+    """
+    if getattr(getattr(tree, "cache_controller", None), "storage_host_pool", None) is not None:
+        stored_weights(tree).renew(weights, sha256(identity.encode()).hexdigest()[:16])
 
 
 def stored_weights(tree: Tree) -> WeightsInUse:
