@@ -40,11 +40,13 @@ def order(driver: Driver, name: str, **fields: Any) -> Any:
     driver._drain()
     driver.scheduler.process_input_requests([getattr(io_struct, name)(**fields)])
     answers: list[Any] = []
+    kind = f"{name.removesuffix('Input')}Output"  # a client's answer may still be on its way
     deadline = time.monotonic() + 1.0
     while not answers and time.monotonic() < deadline:  # some orders have none
         for sink in driver._sinks:
             while sink.poll(20):
-                answers.append(io_struct.sock_recv(sink))
+                received = io_struct.sock_recv(sink)
+                answers += [received] if type(received).__name__ == kind else []
     return answers[-1] if answers else None
 
 

@@ -234,8 +234,6 @@ class ServerArgs(Protocol):
     """The settings of a server."""
 
     model_path: str
-    revision: str | None
-    load_format: Any
     quantization: Any
     enable_metrics: bool
     served_model_name: str
