@@ -8,7 +8,8 @@ and keyword arguments do not exist and SGLang refuses them itself.
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ import msgspec
 from sgl_blend.compose import compose
 from sgl_blend.engine.compatibility import check_server_args
 from sgl_blend.engine.facts import (
+    current_settings,
     num_replicas,
     preferred_sampling,
     settings_of,
@@ -31,15 +33,17 @@ from sgl_blend.engine.hook_points import (
 from sgl_blend.engine.objects import (
     Answers,
     Completions,
+    HostPool,
     Received,
     Scheduler,
     ServerArgs,
     Stock,
+    StorageConfig,
     TokenizerManager,
 )
 from sgl_blend.engine.requests import echo_params, manager_of, mend_returned_prompts
 from sgl_blend.engine.versions import TESTED_VERSIONS
-from sgl_blend.errors import ConfigError
+from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.protocol.gate import RequestGate, check_preferred
 from sgl_blend.protocol.separator import find_separator
 from sgl_blend.scheduler import hooks
@@ -75,6 +79,7 @@ def register() -> None:
             "orders": hooks.around_process_input_requests,
             "flush": hooks.around_flush_cache,
             "new weights": hooks.after_weight_update,
+            "storage backend": _around_create_backend,
             "state": hooks.after_get_internal_state,
             "storing": hooks.around_insert,
             "eviction": hooks.around_evict,
@@ -132,6 +137,8 @@ def _after_settings(result: None, server_args: ServerArgs, *args: Any, **kwargs:
         check_hooks(allow_untested=config.blend_allow_untested)
         check_server_args(server_args)
         check_preferred(preferred_sampling(server_args), config)
+        if config.blend_store_key_file is not None:
+            _read_key(config.blend_store_key_file)  # a bad one is refused before a model is loaded
 
 
 # --- the tokenizer process ----------------------------------------------------------------------
@@ -206,3 +213,47 @@ def _around_scheduler_init(
     logger.info("sgl-blend: on with %d hooks, %s", len(hook_targets()), config)
     log = logger.info if found.version in TESTED_VERSIONS else logger.warning
     log("sgl-blend: probed %s", found)
+
+
+def _around_create_backend(
+    orig: Stock,
+    factory: type,
+    backend: str,
+    storage_config: StorageConfig,
+    pool: HostPool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    config = BlendConfig.of(current_settings())
+    if not config.enable_blend:
+        return orig(factory, backend, storage_config, pool, *args, **kwargs)
+    with _packages_of_storage():
+        from sgl_blend.engine.storage import make_storage
+    path = config.blend_store_key_file
+    return make_storage(
+        lambda *inner: orig(factory, *inner, *args, **kwargs),
+        backend,
+        storage_config,
+        pool,
+        key=None if path is None else _read_key(path),
+        unchecked=config.blend_store_unchecked,
+    )
+
+
+def _read_key(path: str) -> Any:
+    with _packages_of_storage():
+        import cryptography  # noqa: F401 - encrypts pages
+
+        from sgl_blend.storage.names import read_key_file
+    return read_key_file(path)
+
+
+@contextmanager
+def _packages_of_storage() -> Iterator[None]:
+    """Say which packages are missing; only servers that store KV need them."""
+    try:
+        yield
+    except ImportError as err:
+        raise UnsupportedError(
+            f"--hicache-storage-backend: {err}; run pip install 'sgl-blend[storage]'"
+        ) from err

@@ -69,7 +69,7 @@ def page_bits(pool: Any, index: int) -> bytes:
     flat = pool.get_data_page(index * tokens)
     if pool.layout == "page_first":
         flat = flat.view(2, tokens, layers, -1).transpose(1, 2).flatten()
-    return flat.view(torch.uint8).numpy().tobytes()
+    return bytes(flat.view(torch.uint8).numpy())
 
 
 def storage_config(

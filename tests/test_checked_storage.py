@@ -130,8 +130,8 @@ def test_a_restarted_server_and_one_with_another_path_find_the_pages(tmp_path: P
 
 
 def test_servers_that_may_not_share_have_no_name_in_common(tmp_path: Path) -> None:
-    keys, found = hashes(), []
-    pool = make_host_pool()
+    keys, pool = hashes(), make_host_pool()
+    found: list[set[str]] = []
     variants: list[dict[str, Any]] = [
         {},
         {"weights": "v" * 32},
@@ -140,19 +140,20 @@ def test_servers_that_may_not_share_have_no_name_in_common(tmp_path: Path) -> No
         {"config": storage_config(rank=0, size=2)},
         {"config": storage_config(rank=1, size=2)},
     ]
-    pools = [pool] * len(variants) + [
-        make_host_pool(dtype=torch.float16),
-        make_host_pool(page=32),
-        make_host_pool(layers=4),
+    servers: list[tuple[Any, dict[str, Any]]] = [(pool, variant) for variant in variants]
+    servers += [
+        (make_host_pool(dtype=torch.float16), {}),
+        (make_host_pool(page=32), {}),
+        (make_host_pool(layers=4), {}),
     ]
-    for pool_, variant in itertools.zip_longest(pools, variants, fillvalue={}):
-        storage = file_storage(tmp_path, pool_, **variant)
+    for mine, variant in servers:
+        storage = file_storage(tmp_path, mine, **variant)
         assert storage.batch_exists(keys) == 0
-        assert save(storage, pool_, keys)
+        assert save(storage, mine, keys)
         found.append(set(_files(tmp_path)) - set().union(*found))
         assert len(found[-1]) == PAGES
     names = [name.split("_")[0] for group in found for name in group]
-    assert len(set(names)) == PAGES * len(pools)
+    assert len(set(names)) == PAGES * len(servers)
     # Two tenants ask for the same tokens: SGLang's hashes differ, and so do ours.
     storage = file_storage(tmp_path, pool)
     assert storage.batch_exists(hashes(tenant="b")) == 0

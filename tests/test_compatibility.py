@@ -12,6 +12,7 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_blend.engine.compatibility import (
     REFUSALS,
+    STORAGE_REFUSALS,
     Refusal,
     check_layers,
     check_runner,
@@ -140,6 +141,31 @@ def test_every_other_kv_dtype_of_sglang_is_refused(parser: argparse.ArgumentPars
 def test_no_flag_is_listed_twice() -> None:
     flags = [refusal.flag for refusal in REFUSALS]
     assert len(flags) == len(set(flags))
+
+
+# With a storage backend
+
+
+@pytest.mark.parametrize("size", [None, 1, 8, 15])
+def test_small_pages_are_refused_with_a_storage_backend(size: int | None) -> None:
+    args = SimpleNamespace(hicache_storage_backend="file", page_size=size)
+    assert [refusal.flag for refusal in STORAGE_REFUSALS if refusal.applies(args)] == [
+        "--page-size"
+    ]
+    args.hicache_storage_backend = None
+    assert not [refusal for refusal in STORAGE_REFUSALS if refusal.applies(args)]
+
+
+def test_storage_keys_without_the_tenant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.mem_cache import utils
+
+    args = SimpleNamespace(hicache_storage_backend="file", page_size=16)
+    assert not [refusal for refusal in STORAGE_REFUSALS if refusal.applies(args)]
+    monkeypatch.delattr(utils, "get_storage_hash_str")  # as on 0.5.17
+    (refused,) = [refusal for refusal in STORAGE_REFUSALS if refusal.applies(args)]
+    assert "do not hold the tenant" in refused.why
+    args.hicache_storage_backend = None
+    assert not refused.applies(args)
 
 
 # The loaded model

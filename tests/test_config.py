@@ -112,6 +112,8 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_attention": "auto",
         "blend_cuda_graph": "on",
         "blend_allow_untested": False,
+        "blend_store_key_file": None,
+        "blend_store_unchecked": False,
     }
 
 

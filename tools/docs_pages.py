@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sgl_blend import metrics, policies
-from sgl_blend.engine.compatibility import MODELS, REFUSALS, SERVED
+from sgl_blend.engine.compatibility import MODELS, REFUSALS, SERVED, STORAGE_REFUSALS
 from sgl_blend.engine.versions import TESTED_VERSIONS
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS
@@ -112,7 +112,7 @@ def served() -> str:
 
 def refused() -> str:
     """Return the settings that are refused at start."""
-    rows = [(f"`{refusal.flag}`", refusal.why) for refusal in REFUSALS]
+    rows = [(f"`{refusal.flag}`", refusal.why) for refusal in (*REFUSALS, *STORAGE_REFUSALS)]
     return table(("setting to change", "why"), rows)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from sgl_blend.engine.models import model_class
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
+from sgl_blend.engine.tiers import MIN_PAGE_TOKENS, storage_keys_hold_namespaces
 from sgl_blend.errors import UnsupportedError
 
 
@@ -133,6 +134,25 @@ REFUSALS = (
 go through the same checks as HTTP requests."""
 
 
+def _stores(args: Any) -> bool:
+    return bool(getattr(args, "hicache_storage_backend", None))
+
+
+STORAGE_REFUSALS = (
+    Refusal(
+        "--hicache-storage-backend",
+        lambda args: _stores(args) and not storage_keys_hold_namespaces(),
+        "the storage keys of this SGLang do not hold the tenant; 0.5.21 has such keys",
+    ),
+    Refusal(
+        "--page-size",
+        lambda args: _stores(args) and (getattr(args, "page_size", None) or 1) < MIN_PAGE_TOKENS,
+        f"with a storage backend, pages must have at least {MIN_PAGE_TOKENS} tokens",
+    ),
+)
+"""Refused with a storage backend. The rest is refused when it is made (engine/storage.py)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Feature:
     """A feature of SGLang that is served with blending, and the test that shows it."""
@@ -245,7 +265,7 @@ def check_server_args(server_args: ServerArgs) -> None:
     Raises:
         UnsupportedError: One is set; the message names the flag.
     """
-    for refusal in REFUSALS:
+    for refusal in (*REFUSALS, *STORAGE_REFUSALS):
         if refusal.applies(server_args):
             raise UnsupportedError(
                 f"{refusal.flag} is not supported with enable_blend: {refusal.why}"

@@ -73,6 +73,16 @@ def settings_of(owner: Scheduler | TokenizerManager) -> ServerArgs:
     return owner.server_args
 
 
+def current_settings() -> ServerArgs:
+    """Return the settings of the server that this process belongs to."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+    except ImportError:  # 0.5.17
+        from sglang.srt.server_args import get_global_server_args as get_server_args
+    args: ServerArgs = get_server_args()
+    return args
+
+
 def preferred_sampling(args: ServerArgs) -> object:
     """Return what --preferred-sampling-params adds to every request, parsed or as JSON."""
     preferred: object = args.preferred_sampling_params

@@ -50,6 +50,10 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
             "SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
             "after",
         ),
+        "storage backend": (
+            "sglang.srt.mem_cache.storage.backend_factory.StorageBackendFactory.create_backend",
+            "around",
+        ),
         "state": (f"{_SCHEDULER}.get_internal_state", "after"),
     }
     return {

@@ -6,14 +6,12 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.tiers import MIN_PAGE_TOKENS
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.storage.container import ITEM_BYTES, PageFormat
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of SGLang's --hicache-mem-layout. A page of page_head mixes what ranks of other servers own."""
-
-MIN_PAGE_TOKENS = 16
-"""Below, an object's header and its way to the store cost more than its KV."""
 
 
 class HostPages:

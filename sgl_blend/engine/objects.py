@@ -296,3 +296,18 @@ Stock = Callable[..., Any]
 
 Call = tuple[Sequence[Any], dict[str, Any]]
 """Arguments of a call of SGLang's that go on as they came."""
+
+
+class StorageConfig(Protocol):
+    """What a storage backend is told of its server: SGLang's HiCacheStorageConfig."""
+
+    tp_rank: int
+    tp_size: int
+
+
+class HostPool(Protocol):
+    """KV in host memory: SGLang's HostKVCache."""
+
+    kv_buffer: torch.Tensor
+    get_data_page: Callable[..., torch.Tensor]
+    set_from_flat_data_page: Callable[..., None]

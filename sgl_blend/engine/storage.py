@@ -23,6 +23,7 @@ from sgl_blend.engine.storage_backends import (
     ObjectStore,
     probe_mooncake,
 )
+from sgl_blend.engine.tiers import storage_keys_hold_namespaces
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.storage.breaker import Breaker, GuardedCalls
 from sgl_blend.storage.names import ObjectNames, Rank, StoreKey, WeightsInUse
@@ -95,13 +96,6 @@ def make_storage(
     )
     made.connect(backend)
     return made
-
-
-def storage_keys_hold_namespaces() -> bool:
-    """Tell whether SGLang's hash of a page stands for the tenant too, as from 0.5.21 on."""
-    from sglang.srt.mem_cache import utils
-
-    return hasattr(utils, "get_storage_hash_str")
 
 
 def weights_in_use(pool: Any) -> WeightsInUse:

@@ -13,6 +13,15 @@ from sgl_blend.engine.requests import fill_ids, prefix_length
 from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
 
 _TRIAL_TOKENS = 4096
+MIN_PAGE_TOKENS = 16
+"""With a storage backend. Smaller pages are mostly header, and one call of the store each."""
+
+
+def storage_keys_hold_namespaces() -> bool:
+    """Tell whether SGLang's hash of a page stands for the tenant too, as from 0.5.21 on."""
+    from sglang.srt.mem_cache import utils
+
+    return hasattr(utils, "get_storage_hash_str")
 
 
 @dataclass(frozen=True, slots=True)

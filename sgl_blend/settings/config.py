@@ -61,6 +61,12 @@ _HELP = {
     "that a slow host does not hold the device up. off: capture none, if the capture fails or its "
     "memory is needed. Without CUDA, and with FlashInfer's attention, there are none.",
     "blend_allow_untested": "Start with a version of SGLang that sgl-blend was not tested with.",
+    "blend_store_key_file": "File with a key of 32 bytes, or of 64 hexadecimal characters. KV in a "
+    "storage backend of HiCache is encrypted with it (AES-256-GCM), and object names are keyed. "
+    "Servers share KV only if they have the same key. Nobody but the owner of the file may have "
+    "access to it.",
+    "blend_store_unchecked": "Let storage backends of HiCache whose objects are not checked run as "
+    "they are. file and mooncake are always checked.",
     "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last "
     "comparisons, in nats. By Pinsker's inequality 0.5 lets at most half of the first token's "
     "probability move.",
@@ -91,6 +97,8 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_attention: str = "auto"
     blend_cuda_graph: str = "on"
     blend_allow_untested: bool = False
+    blend_store_key_file: str | None = None
+    blend_store_unchecked: bool = False
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.blend_recompute_ratio, ConfigError)
@@ -114,6 +122,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self.blend_max_build_prefix >= 0,
             f"blend_max_build_prefix must not be negative, got {self.blend_max_build_prefix}",
         )
+        _require(self.blend_store_key_file != "", "blend_store_key_file must not be empty")
         check_ratio("blend_canary_rate", self.blend_canary_rate, ConfigError)
         _require(
             0 < self.blend_canary_max_kl < math.inf,
