@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel clean
+.PHONY: setup mooncake demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel clean
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ $(READY): requirements/cpu.lock pyproject.toml tools/cpu_platform/pyproject.toml
 	echo "import torchvision_cpu_shim" > "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')/torchvision_cpu_shim.pth"
 	touch $@
 endif
+
+# The Mooncake store, for its tests; they are skipped without it.
+mooncake: $(READY)
+	tools/install_mooncake.sh
 
 demo: $(READY)
 	$(PY) -m examples.demo.run
