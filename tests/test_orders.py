@@ -37,17 +37,15 @@ def order(driver: Driver, name: str, **fields: Any) -> Any:
     """Hand the scheduler an operator's order as its receive loop would, and return its answer."""
     from sglang.srt.managers import io_struct
 
-    driver._drain()
     driver.scheduler.process_input_requests([getattr(io_struct, name)(**fields)])
-    answers: list[Any] = []
-    kind = f"{name.removesuffix('Input')}Output"  # a client's answer may still be on its way
+    kind = getattr(io_struct, f"{name.removesuffix('Input')}Output", None)
     deadline = time.monotonic() + 1.0
-    while not answers and time.monotonic() < deadline:  # some orders have none
+    while time.monotonic() < deadline:  # some orders have no answer
         for sink in driver._sinks:
             while sink.poll(20):
-                received = io_struct.sock_recv(sink)
-                answers += [received] if type(received).__name__ == kind else []
-    return answers[-1] if answers else None
+                if type(answer := io_struct.sock_recv(sink)) is kind:  # not one to a client
+                    return answer
+    return None
 
 
 def begin_build(driver: Driver) -> Any:

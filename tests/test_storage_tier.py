@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,19 @@ from unittest.mock import patch
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
+from harness import ENGINE_ARGS, Answer, Driver, Engine, Prompt, rag_prompt, random_tokens
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from tiny_models import head_dim_for, make_model
+
+from sgl_blend.engine.tiers import storage_keys_hold_namespaces
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
-pytestmark = pytest.mark.engine
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not storage_keys_hold_namespaces(), reason="refused on SGLang 0.5.17"),
+]
 
 SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 72) for i in range(3)]
@@ -127,13 +133,26 @@ def _ask_for_stored(driver: Driver, salt: str) -> tuple[Answer, list[Any], int]:
     return answer, _kv(driver, salt), _built(driver) - built
 
 
+@pytest.fixture(scope="module")
+def another(model_folder: Path) -> Iterator[Engine]:
+    """Return a server of the same model, which calls it by another path."""
+    more = {"enable_blend": True, "blend_check_layer": 1, "blend_when": "always"}
+    made = settings(max_total_tokens=1040, **more)
+    path = make_model("llama", model_folder / "elsewhere", head_dim=head_dim_for(ENGINE_ARGS))
+    engine = Engine(path, **made)
+    yield engine
+    engine.close()
+
+
 @pytest.mark.parametrize("where", ["flushed", "another"])
-def test_chunks_come_back(start_engine: StartEngine, where: str) -> None:
+def test_chunks_come_back(
+    start_engine: StartEngine, request: pytest.FixtureRequest, where: str
+) -> None:
     engine = start_engine(**settings())
     warm, kv, built = engine.call(_fill, where)
     assert built == len(CHUNKS)
     if where == "another":
-        engine = start_engine(**settings(max_total_tokens=1040))
+        engine = request.getfixturevalue("another")
     back, kv_back, built = engine.call(_ask_for_stored, where)
     stored = PAGE * _num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
     assert back.report["storage_tokens"] == back.report["host_tokens"] == stored
@@ -240,3 +259,62 @@ def test_build_mode_answers_alike(start_engine: StartEngine) -> None:
     assert back.logprobs == warm.logprobs
     assert _same(kv, kv_back)
     assert built == 0, "what is stored was built again"
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "a bit": lambda data: data[:-40] + bytes([data[-40] ^ 4]) + data[-39:],
+    "the end": lambda data: data[:-7],
+    "all": lambda data: b"",
+    "a length": lambda data: data[:8] + b"\xff" * 8 + data[16:],
+}
+
+
+def _ask_with_damage(driver: Driver, salt: str, store: Path) -> tuple[Answer, Answer, Answer, int]:
+    """Ask a store in which every object of a tenant was damaged, and ask again when it has healed."""
+    before = _names(store)
+    _fill(driver, salt)
+    for name in _names(store) - before:
+        path = store / name
+        path.write_bytes(DAMAGE[salt](path.read_bytes()))
+    _flush(driver)
+    plain = _ask(driver, f"{salt}: never asked before")
+    faults = driver.runtime.storage.describe()["faults"].get("corrupt", 0)
+    hurt = _ask(driver, salt)
+    faults = driver.runtime.storage.describe()["faults"]["corrupt"] - faults
+    for _ in range(2):  # a chunk is read when its build prefix has healed
+        _flush(driver)
+        _ask(driver, salt)
+    _flush(driver)
+    return plain, hurt, _ask(driver, salt), faults
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_pages_are_missing_and_heal(
+    start_engine: StartEngine, store: Path, damage: str
+) -> None:
+    engine = start_engine(**settings())
+    plain, hurt, healed, faults = engine.call(_ask_with_damage, damage, store)
+    assert faults > 0
+    assert hurt.report["chunk_hits"] == 0
+    assert hurt.logprobs == plain.logprobs
+    assert healed.report["chunk_hits"] == len(CHUNKS)
+
+
+def _ask_without_store(driver: Driver, salt: str) -> tuple[Answer, Answer, dict[str, int]]:
+    """Ask while every call of the store fails, and again when it answers."""
+    _fill(driver, salt)
+    with patch.object(HiCacheFile, "exists", side_effect=OSError("gone")):
+        begun = time.monotonic()
+        down = _ask(driver, salt)
+        assert time.monotonic() - begun < 5.0
+        faults = driver.runtime.storage.describe()["faults"]
+    _flush(driver)
+    time.sleep(1.2)  # it is left alone for a second
+    return down, _ask(driver, salt), faults
+
+
+def test_a_store_that_is_gone_is_missed_and_used_again(start_engine: StartEngine) -> None:
+    down, after, faults = start_engine(**settings()).call(_ask_without_store, "gone")
+    assert faults["error"] > 0
+    assert down.report["chunk_hits"] == 0
+    assert after.report["chunk_hits"] == len(CHUNKS)

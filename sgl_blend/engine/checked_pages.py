@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ Observer = Callable[[int, float], None]
 _Read = bytearray | Fault | None
 
 _READ_AHEAD = 2
+_MOST_SUSPECTS = 10_000
 _SETUP_S = 30.0
 _CLEAR_S = 60.0
 
@@ -64,6 +66,8 @@ class CheckedPages:
         self._names = names
         self._calls = calls
         self._key = None if key is None else key.pages
+        self._suspects: dict[str, None] = {}
+        self._lock = Lock()
 
     def connect(self, backend: str) -> None:
         """Set the store up, or leave that to later calls if it does not answer.
@@ -138,6 +142,8 @@ class CheckedPages:
             page = self._finish(begun.popleft()) if begun else refused
             if not isinstance(page, bytearray):
                 self._note_missing(labels[index].name, page)
+                if isinstance(page, Fault):
+                    self._suspect(labels[index + 1 :])
                 break
             hits += 1
             yield page
@@ -162,6 +168,27 @@ class CheckedPages:
             logger.warning("sgl-blend: stored object %s is removed: %s", name, why)
             gone = self._calls.call(lambda: self._store.get().remove(name))
             self.counters.add("removed", int(not isinstance(gone, CallFault)))
+
+    def _suspect(self, labels: Sequence[PageLabel]) -> None:
+        """Look at pages once more before they are left as they are: what came before them is faulty."""
+        with self._lock:  # SGLang reads in one thread and writes in another
+            self._suspects.update(dict.fromkeys(label.name for label in labels))
+            while len(self._suspects) > _MOST_SUSPECTS:
+                del self._suspects[next(iter(self._suspects))]
+
+    def _is_stored(self, label: PageLabel) -> bool | CallFault:
+        """Tell whether a page is stored; one that is under suspicion is read, and removed if faulty."""
+        stored = self._calls.call(lambda: self._store.get().count([label.name]) == 1)
+        with self._lock:
+            is_suspect = label.name in self._suspects
+            self._suspects.pop(label.name, None)
+        if stored is not True or not is_suspect:
+            return stored
+        page = self._calls.call(lambda: self._read_object(label))
+        if isinstance(page, bytearray | CallFault):
+            return True
+        self._note_missing(label.name, page)
+        return False
 
     def _note_read(self, hits: int, seconds: float) -> None:
         if not hits:
@@ -208,7 +235,7 @@ class CheckedPages:
             self.counters.add("not_stored")
             return False
         began = time.perf_counter()
-        stored = self._calls.call(lambda: self._store.get().count([label.name]) == 1)
+        stored = self._is_stored(label)
         if stored is True:
             return True
         if stored is False:

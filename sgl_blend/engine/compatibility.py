@@ -189,6 +189,11 @@ SERVED = (
         "tests/test_host_tier.py, not run on a GPU yet",
     ),
     Feature(
+        "storage behind it (file, mooncake; not on 0.5.17)",
+        "chunks come to host memory before their request is admitted; every page is checked",
+        "tests/test_storage_tier.py, tests/test_checked_storage.py, not run on a GPU yet",
+    ),
+    Feature(
         "retraction, preemption, priorities",
         "planned anew when admitted again",
         "tests/test_lifecycle.py, tests/test_features.py",
