@@ -23,6 +23,7 @@ from mooncake_store import Mooncake
 
 from sgl_blend.engine.storage import make_storage, weights_in_use
 from sgl_blend.engine.storage_backends import StoreDownError, probe_mooncake
+from sgl_blend.storage.breaker import GuardedCalls
 from sgl_blend.storage.names import StoreKey
 
 pytestmark = [
@@ -58,6 +59,14 @@ def _write(storage: Any, pool: Any, keys: list[str]) -> bool:
 
 def _read(storage: Any, pool: Any, keys: list[str]) -> int:
     return sum(storage.batch_get_v1(keys, _slots(pool, len(keys)), None))
+
+
+def _wait_until_idle(calls: GuardedCalls) -> None:
+    """Python must not end while a thread is in Mooncake's code: it would abort."""
+    deadline = time.monotonic() + 15
+    while calls.num_unfinished:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _faults(storage: Any) -> dict[str, int]:
@@ -131,7 +140,8 @@ def test_a_full_store_stores_what_it_can(store: Mooncake) -> None:
 def test_a_master_that_hangs_holds_nobody_up_and_is_used_again(store: Mooncake) -> None:
     now = [100.0]
     pool, keys = make_host_pool(), hashes(tenant="k")
-    storage = open_storage(store, pool, calls=guarded(timeout_s=0.5, clock=lambda: now[0]))
+    calls = guarded(timeout_s=0.5, clock=lambda: now[0])
+    storage = open_storage(store, pool, calls=calls)
     assert _write(storage, pool, keys)
     began = time.monotonic()
     with store.master_stopped():
@@ -148,6 +158,7 @@ def test_a_master_that_hangs_holds_nobody_up_and_is_used_again(store: Mooncake) 
         now[0] += 60
         time.sleep(0.1)
         assert time.monotonic() < deadline
+    _wait_until_idle(calls)
 
 
 def test_a_probe_tells_whether_anybody_answers(store: Mooncake) -> None:
@@ -189,3 +200,4 @@ def test_a_store_that_is_down_at_start_delays_nothing_and_is_used_when_it_comes(
         assert storage.batch_exists(keys) == 0
     finally:
         down.stop()
+        _wait_until_idle(calls)

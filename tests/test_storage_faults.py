@@ -304,7 +304,7 @@ def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(tmp_pa
     faults = _faults(storage)
     assert faults["timeout"] + faults.get("busy", 0) == 5
     assert faults["open"] == 15
-    while calls._hung:
+    while calls.num_unfinished:
         _let_go(path, good)
     time.sleep(0.05)
     assert not target.view(torch.uint8).any()
@@ -320,7 +320,7 @@ def test_a_store_that_hung_is_used_again(tmp_path: Path) -> None:
     _hang(path)
     for _ in range(6):
         assert load(storage, pool, hashes(1)) == 0
-    while calls._hung:
+    while calls.num_unfinished:
         _let_go(path, good)
     path.unlink()
     path.write_bytes(good)

@@ -156,6 +156,11 @@ class GuardedCalls:
         """How many threads there are."""
         return self._num_threads
 
+    @property
+    def num_unfinished(self) -> int:
+        """How many calls have not returned yet, those included that were given up."""
+        return self._unfinished
+
     def call(self, job: Callable[[], T], timeout_s: float | None = None) -> T | CallFault:
         """Make a call and wait for it.
 
