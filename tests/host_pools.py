@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -12,7 +13,16 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sgl_blend.engine.storage import make_storage, weights_in_use
+from sgl_blend.engine.tiers import storage_keys_hold_namespaces
 from sgl_blend.storage.breaker import Breaker, GuardedCalls
+
+STORED = [
+    pytest.mark.engine,
+    pytest.mark.skipif(
+        not storage_keys_hold_namespaces(), reason="storage is refused on this SGLang"
+    ),
+]
+"""Marks of tests that store something."""
 
 PAGE, LAYERS, HEADS, DIM = 16, 3, 2, 8
 PAGES = 8

@@ -12,6 +12,7 @@ import pytest
 import torch
 from host_pools import (
     PAGES,
+    STORED,
     file_backend,
     file_storage,
     fill,
@@ -29,7 +30,7 @@ from sgl_blend.engine.storage import make_storage, weights_in_use
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.storage.names import StoreKey
 
-pytestmark = pytest.mark.engine
+pytestmark = STORED  # pytest.mark.engine
 
 KEY = StoreKey.of(bytes(32))
 KEYS = pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from host_pools import (
     PAGES,
+    STORED,
     guarded,
     hashes,
     make_host_pool,
@@ -27,7 +28,7 @@ from sgl_blend.storage.breaker import GuardedCalls
 from sgl_blend.storage.names import StoreKey
 
 pytestmark = [
-    pytest.mark.engine,
+    *STORED,  # pytest.mark.engine
     pytest.mark.skipif(mooncake_store.why_not() is not None, reason=str(mooncake_store.why_not())),
 ]
 

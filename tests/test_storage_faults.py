@@ -17,6 +17,7 @@ import pytest
 import torch
 from host_pools import (
     PAGES,
+    STORED,
     file_storage,
     guarded,
     hashes,
@@ -33,7 +34,7 @@ from sgl_blend.engine.storage import make_storage
 from sgl_blend.errors import ConfigError
 from sgl_blend.storage.names import StoreKey
 
-pytestmark = pytest.mark.engine
+pytestmark = STORED  # pytest.mark.engine
 
 KEY = StoreKey.of(bytes(32))
 

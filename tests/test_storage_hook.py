@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from host_pools import PAGES, hashes, load, make_host_pool, save, storage_config
+from host_pools import PAGES, STORED, hashes, load, make_host_pool, save, storage_config
 from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.storage import StorageBackendFactory
@@ -20,7 +20,7 @@ from sgl_blend.engine.storage import storage_of, stored_weights
 from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.settings.config import BlendConfig
 
-pytestmark = pytest.mark.engine
+pytestmark = STORED  # pytest.mark.engine
 
 
 def _create(pool: Any, backend: str = "file", **settings: Any) -> Any:

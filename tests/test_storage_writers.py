@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-from host_pools import PAGES, file_storage, hashes, load, make_host_pool, page_bits, save
+from host_pools import PAGES, STORED, file_storage, hashes, load, make_host_pool, page_bits, save
 
-pytestmark = pytest.mark.engine
+pytestmark = STORED  # pytest.mark.engine
 
 
 def _faults(storage: Any) -> dict[str, int]:
