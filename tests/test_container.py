@@ -37,9 +37,9 @@ def random_bits(form: PageFormat) -> bytes:
     return np.random.default_rng(1).bytes(form.page_bytes)
 
 
-def _sealed(body: bytes, *, version: int = 1) -> bytes:
+def _sealed(body: bytes, *, version: int = 1, flags: int = 0) -> bytes:
     """Return an object with any body, and a checksum that is right."""
-    data = struct.pack("<4sHHQ", b"SGB1", version, 0, 32 + len(body)) + body
+    data = struct.pack("<4sHHQ", b"SGB1", version, flags, 32 + len(body)) + body
     return data + xxh3_128_digest(data)
 
 
@@ -215,6 +215,13 @@ def test_another_version_is_not_a_damaged_object() -> None:
     good = pack(random_page(SMALL.format), SMALL)
     assert unpack(_sealed(bytes(good[16:-16]), version=2), SMALL) is Fault.VERSION
     assert unpack(_sealed(b"what version 2 holds", version=2), SMALL) is Fault.VERSION
+
+
+@pytest.mark.parametrize("flags", [1, 2, 0x8000])
+def test_unknown_flags_are_noticed(flags: int) -> None:
+    good = pack(random_page(SMALL.format), SMALL)
+    assert _sealed(bytes(good[16:-16])) == bytes(good)
+    assert unpack(_sealed(bytes(good[16:-16]), flags=flags), SMALL) is Fault.CORRUPT
 
 
 @pytest.mark.parametrize("change", [{"v": 2}, {"level": "q4"}])

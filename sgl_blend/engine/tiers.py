@@ -113,10 +113,10 @@ def host_token_bytes(tree: Tree) -> int:
 
 def finished_loads(tree: Tree) -> Iterator[tuple[int, float]]:
     """Return bytes and seconds of loads that are over, and that the tree is about to hear of."""
-    controller = tree.cache_controller
-    for load in controller.ack_load_queue:
-        if getattr(load, "timing_enabled", False) and load.num_bytes and load.finish_event.query():
-            yield load.num_bytes, load.start_event.elapsed_time(load.finish_event) / 1e3
+    for load in tree.cache_controller.ack_load_queue:
+        if getattr(load, "timing_enabled", False) and load.finish_event.query():
+            seconds = load.start_event.elapsed_time(load.finish_event) / 1e3
+            yield load.num_tokens * host_token_bytes(tree), seconds
 
 
 def copies_in_flight(tree: Tree) -> bool:
