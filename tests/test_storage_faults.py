@@ -33,6 +33,7 @@ from xxhash import xxh3_128_digest
 
 from sgl_blend.engine.storage import make_storage
 from sgl_blend.errors import ConfigError
+from sgl_blend.storage.breaker import GuardedCalls
 from sgl_blend.storage.names import StoreKey
 
 pytestmark = STORED  # pytest.mark.engine
@@ -295,10 +296,15 @@ def _hang(path: Path) -> None:
     os.mkfifo(path)
 
 
-def _let_go(path: Path, data: bytes) -> None:
-    """Let whoever waits at a FIFO read these bytes."""
-    with suppress(BrokenPipeError), path.open("wb") as file:
-        file.write(data)
+def _let_go(calls: GuardedCalls, path: Path, data: bytes) -> None:
+    """Let all who wait at a FIFO read these bytes."""
+    while calls.num_unfinished:
+        with suppress(OSError):  # nobody waits at this moment
+            file = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
+            with suppress(OSError):
+                os.write(file, data)
+            os.close(file)
+        time.sleep(0.01)
 
 
 def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(tmp_path: Path) -> None:
@@ -318,8 +324,7 @@ def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(tmp_pa
     faults = _faults(storage)
     assert faults["timeout"] + faults.get("busy", 0) == 5
     assert faults["open"] == 15
-    while calls.num_unfinished:
-        _let_go(path, good)
+    _let_go(calls, path, good)
     time.sleep(0.05)
     assert not target.view(torch.uint8).any()
     assert storage.counters.snapshot()["hits"] == 0
@@ -334,8 +339,7 @@ def test_a_store_that_hung_is_used_again(tmp_path: Path) -> None:
     _hang(path)
     for _ in range(6):
         assert load(storage, pool, hashes(1)) == 0
-    while calls.num_unfinished:
-        _let_go(path, good)
+    _let_go(calls, path, good)
     path.unlink()
     path.write_bytes(good)
     assert load(storage, pool, hashes(1)) == 0
