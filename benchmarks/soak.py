@@ -3,6 +3,7 @@
     make soak                                            # 30 minutes
     .venv/bin/python -m benchmarks.soak --minutes 3      # as in CI
     .venv/bin/python -m benchmarks.soak --host-tier      # evicted KV goes to host memory
+    .venv/bin/python -m benchmarks.soak --storage        # and from there to files, which are damaged
 
 A real server with --enable-blend serves the trained test model with far less KV memory than its traffic
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
@@ -37,12 +38,14 @@ import os
 import re
 import statistics
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.soak_operators import Gate, Operator
+from benchmarks.soak_storage import STORAGE_FLAGS, STORAGE_VARIABLE, damaged_store
 from benchmarks.soak_traffic import KINDS, Tally, Traffic
 from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import Server, running
@@ -180,17 +183,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--host-tier", action="store_true", help="evicted KV goes to host memory")
+    parser.add_argument(
+        "--storage", action="store_true", help="a host tier, and files behind it that are damaged"
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "soak.json")
     args = parser.parse_args()
     args.json.parent.mkdir(exist_ok=True)
     logs = ROOT / "build"
     tally = Tally()
-    flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if args.host_tier else ())]
+    has_tier = args.host_tier or args.storage
+    flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if has_tier else ())]
+    flags += STORAGE_FLAGS if args.storage else []
     one_thread = ("OMP_NUM_THREADS=1",)  # the model is so small that a second one only waits
-    with (
-        running(MODEL, flags, logs / "soak-blend.log", environment=one_thread) as blend,
-        running(MODEL, STOCK_FLAGS, logs / "soak-stock.log", environment=one_thread) as stock,
-    ):
+    with ExitStack() as stack:
+        store = stack.enter_context(damaged_store())
+        variables = (*one_thread, f"{STORAGE_VARIABLE}={store.folder}")
+        blend = stack.enter_context(
+            running(MODEL, flags, logs / "soak-blend.log", environment=variables)
+        )
+        stock = stack.enter_context(
+            running(MODEL, STOCK_FLAGS, logs / "soak-stock.log", environment=one_thread)
+        )
         start = time.monotonic()
         try:
             operations = asyncio.run(soak(blend, stock, tally, args.minutes))
@@ -198,7 +211,11 @@ def main() -> int:
             wait_until_idle(blend, tally)
             info = blend.info()
             found = report(tally, info, retractions(blend), seconds, operations)
-            tally.expect(not args.host_tier or info["host_tokens"] > 0, "nothing ever came back")
+            tally.expect(not has_tier or info["host_tokens"] > 0, "nothing ever came back")
+            if args.storage:
+                found["storage"], found["damages"] = info["storage"], dict(store.damages)
+                tally.expect(info["storage_tokens"] > 0, "nothing ever came from storage")
+                tally.expect(info["storage"]["faults"].get("corrupt", 0) > 0, "no damage was seen")
         except httpx.HTTPError as err:
             print((logs / "soak-blend.log").read_text()[-3000:])
             print("\n".join(tally.violations[:20]))
