@@ -102,6 +102,13 @@ def test_two_tensors_that_change_places_are_seen() -> None:
     assert digest_of(model) != before
 
 
+def test_a_tensor_of_another_name_is_seen() -> None:
+    def named(name: str) -> str:
+        return digest_of(nn.ParameterDict({name: torch.ones(3)}))
+
+    assert named("q") == named("q") != named("k")
+
+
 @pytest.mark.parametrize("rows", [64, 4096, 1000, 4097])
 @pytest.mark.parametrize("columns", [1, 64, 4096, 1000])
 def test_samples_are_few_and_in_all_columns_and_rows_from_end_to_end(
