@@ -23,6 +23,7 @@ from sgl_blend.engine.tiers import (
     HostMatch,
     free_host_tokens,
     has_host_tier,
+    holds_on_host,
     load_back,
     match_host,
 )
@@ -215,6 +216,11 @@ class ChunkStore:
         found = match_host(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
         return found.device_tokens, found.host_tokens
 
+    def reach(self, tokens: array[int], *, salt: str | None, extra_key: str | None) -> int:
+        """Return how many tokens of a path, from the first on, are on the device or on the host."""
+        found = match_host(self._tree, tokens, salt=salt, extra_key=extra_key)
+        return found.device_tokens + found.host_tokens
+
     def find_prefix_on_host(
         self, tokens: array[int], *, salt: str | None, extra_key: str | None
     ) -> HostMatch:
@@ -244,7 +250,8 @@ class ChunkStore:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is stored, and no request holds KV that it could still store."""
-        return free_tokens(self._tree) == pool_use(self._tree)["capacity"]
+        is_empty = free_tokens(self._tree) == pool_use(self._tree)["capacity"]
+        return is_empty and not (self.has_host_tier and holds_on_host(self._tree))
 
     @property
     def free_tokens(self) -> int:

@@ -117,11 +117,14 @@ class StorageTier:
             return
         if self._controller is not None and (storage := storage_of(self._tree)) is not None:
             storage.observe = self._controller.storage_read
-        keys, patience_s = self._choose(state)
+        first, tokens = state.keys[0], prompt_ids(req)[: state.num_tokens - 1]
+        own = state.blended_namespace(self._model)
+        covered = self._store.reach(tokens, salt=own, extra_key=first.extra_key)
+        if all(span.stop <= covered for span in state.spans):
+            return  # a prompt that was blended before
+        keys, patience_s = self._choose(state, covered)
         arrival = _Arrival(req, state, patience_s)
-        first = state.keys[0]
         if self._lookups.exact_may_be_used:
-            tokens = prompt_ids(req)[: state.num_tokens - 1]
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         prefix = first.prefix_only
         if keys and self._ask(arrival, prefix.path, prefix.salt, prefix.extra_key):
@@ -209,26 +212,33 @@ class StorageTier:
             return False
         return may_leave_server(salt, self._model.fingerprint)
 
-    def _choose(self, state: RequestState) -> tuple[tuple[ChunkKey, ...], float]:
-        """Return the chunks to ask storage for, and how long their request waits for them."""
+    def _choose(self, state: RequestState, covered: int) -> tuple[tuple[ChunkKey, ...], float]:
+        """Return the chunks to ask storage for, and how long their request waits for them.
+
+        Args:
+            state: Of the request.
+            covered: Tokens of its own that are on the device or on the host, from the first on.
+        """
+        pairs = zip(state.keys, state.spans, strict=True)
+        wanted = [(key, span) for key, span in pairs if span.stop > covered]
         if self._controller is None:
-            return state.keys, _MOST_WAIT_S
+            return tuple(key for key, _ in wanted), _MOST_WAIT_S
         token_bytes = self._controller.token_bytes
         chunks = []
-        for key, span in zip(state.keys, state.spans, strict=True):
+        for key, span in wanted:
             on_device, on_host = self._store.stored_in_tiers(key)
             lacks = self._store.whole_pages(len(key.path)) - on_device - on_host
             place = Place.HOST if on_host else Place.DEVICE
             if lacks > 0:
                 place = Place.STORAGE
             chunks.append(Chunk(len(span), place, max(0, lacks) * token_bytes))
-        num_plain = max(1, state.num_tokens - sum(chunk.num_tokens for chunk in chunks))
+        rest = state.num_tokens - covered - sum(chunk.num_tokens for chunk in chunks)
         queued = sum(one.num_tokens for each in self._arrivals.values() for one in each.coming)
         choice = self._controller.choose(
-            chunks, num_plain, ratio=state.ratio, num_queued=queued * token_bytes
+            chunks, max(1, rest), ratio=state.ratio, num_queued=queued * token_bytes
         )
         keys = tuple(
-            state.keys[index] for index in choice.loaded if chunks[index].place is Place.STORAGE
+            wanted[index][0] for index in choice.loaded if chunks[index].place is Place.STORAGE
         )
         return keys, self._controller.patience_s(choice)
 

@@ -164,6 +164,23 @@ def test_chunks_come_back(
     assert built == 0, "what is stored was built again"
 
 
+def _ask_twice_and_push_out_chunks(driver: Driver, salt: str) -> tuple[Answer, int]:
+    """Ask for a prompt that is still there itself, while its chunks are in storage alone."""
+    _fill(driver, salt)
+    with patch("sgl_blend.scheduler.builds.ChunkBuilder.enqueue", lambda self, keys: None):
+        with patch("sgl_blend.scheduler.storage_tier.has_storage", lambda tree: False):
+            _ask(driver, salt)
+        read = driver.runtime.storage.describe()["read_bytes"]
+        again = _ask(driver, salt)
+    return again, driver.runtime.storage.describe()["read_bytes"] - read
+
+
+def test_a_prompt_that_is_there_asks_storage_for_nothing(start_engine: StartEngine) -> None:
+    again, read = start_engine(**settings()).call(_ask_twice_and_push_out_chunks, "there")
+    assert again.report["fallback"] == "cached"
+    assert again.report["load_ms"] == read == 0
+
+
 def test_no_blended_prompt_is_stored(start_engine: StartEngine, store: Path) -> None:
     before = _names(store)
     start_engine(**settings()).call(_fill, "blended prompts")

@@ -49,6 +49,12 @@ def free_host_tokens(tree: Tree) -> int:
     return int(tree.cache_controller.mem_pool_host.available_size())
 
 
+def holds_on_host(tree: Tree) -> bool:
+    """Tell whether anything is stored in host memory."""
+    pool = tree.cache_controller.mem_pool_host
+    return bool(pool.available_size() < pool.size)
+
+
 def match_host(
     tree: Tree, token_ids: array[int], *, salt: str | None, extra_key: str | None
 ) -> HostMatch:
