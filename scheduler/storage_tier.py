@@ -13,6 +13,7 @@ What comes too late stays in host memory for the next request.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from sgl_blend.engine.rounds import is_queued
 from sgl_blend.engine.storage import name_stored_weights, storage_of
 from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.engine.tp_group import TPGroup
+from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
 from sgl_blend.scheduler.loaded_model import LoadedModel
@@ -45,6 +47,8 @@ from sgl_blend.tuning.loading import Chunk, Place
 
 _MOST_WAIT_S = 2.0
 """How long a request waits where no controller knows better."""
+
+_PUBLISH_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +85,7 @@ class StorageTier:
         lookups: Knows whether exact KV of a client's earlier prompts is of use.
         model: Whose KV is of use.
         controller: Chooses what is worth loading; None to ask for everything.
+        metrics: Where the totals of storage are published.
     """
 
     def __init__(
@@ -92,7 +97,10 @@ class StorageTier:
         lookups: Lookups,
         model: LoadedModel,
         controller: LoadingController | None,
+        metrics: StorageMetrics,
     ) -> None:
+        self._metrics = metrics
+        self._published_s = 0.0
         self._model = model
         self._store = store
         self._controller = controller
@@ -137,6 +145,7 @@ class StorageTier:
     def begin_round(self) -> None:
         """See what has come; all ranks begin their rounds together."""
         self._name_weights()
+        self._publish()
         if self._controller is not None:
             for load in finished_loads(self._tree):
                 self._controller.host_loaded(*load)
@@ -180,6 +189,12 @@ class StorageTier:
         name_stored_weights(self._tree, None, "")
         self._is_named = False
         self._old_writes |= writes_in_flight(self._tree)
+
+    def _publish(self) -> None:
+        storage, now_s = storage_of(self._tree), time.monotonic()
+        if storage is not None and now_s > self._published_s + _PUBLISH_S:
+            self._published_s = now_s
+            self._metrics.update(storage.counters)
 
     def _name_weights(self) -> None:
         if self._is_named or self._model.weights is None:

@@ -36,7 +36,7 @@ from sgl_blend.fusion.plan import LayerSplit
 from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
 from sgl_blend.fusion.row_sizes import NO_SIZES, RowSizes
 from sgl_blend.kernels.ragged_attention import RaggedKernel
-from sgl_blend.metrics import BlendMetrics, CanaryMetrics
+from sgl_blend.metrics import BlendMetrics, CanaryMetrics, StorageMetrics
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
@@ -159,7 +159,16 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     lookups = Lookups(store, with_exact_namespace=not build_first)
     prepare_storage(facts.tree)
     controller = _loading_controller(fusion, facts, tp_group)
-    storage = StorageTier(scheduler, facts.tree, tp_group, store, lookups, model, controller)
+    storage = StorageTier(
+        scheduler,
+        facts.tree,
+        tp_group,
+        store,
+        lookups,
+        model,
+        controller,
+        StorageMetrics(**publish),
+    )
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
         intake=Intake(

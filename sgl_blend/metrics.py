@@ -1,9 +1,11 @@
 """Totals of the scheduler process, for /server_info and Prometheus."""
 
 from collections import Counter
+from typing import Any
 
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.report import BlendReport
+from sgl_blend.storage.counters import TOTALS, StorageCounters
 
 _COUNTED = (
     "prompt_tokens",
@@ -39,6 +41,11 @@ CANARY_COUNTERS = {
 """Prometheus counters of the canary; each is named ``sgl_blend:canary_NAME_total``."""
 CANARY_KL = "KL of the first token's distribution to full prefill's, in nats."
 CANARY_TRIPPED = "1 once the canary has switched blending off."
+STORAGE_COUNTERS = TOTALS
+"""Prometheus counters of the storage backend; each is named ``sgl_blend:storage_NAME_total``."""
+STORAGE_FAULTS = (
+    "Calls of the storage backend that failed, and pages that were not used, by reason."
+)
 _KL_BUCKETS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -106,6 +113,54 @@ class CanaryMetrics:
         """Show that blending was switched off."""
         if self._prometheus is not None:
             self._prometheus.tripped.set(1)
+
+
+class StorageMetrics:
+    """Publishes what happened between the server and its storage backend; owned by one thread.
+
+    Args:
+        publish: As in BlendMetrics.
+        labels: As in BlendMetrics.
+    """
+
+    def __init__(self, *, publish: bool, labels: dict[str, str]) -> None:
+        self._prometheus = _PrometheusStorage(labels) if publish else None
+        self._seen: dict[str, float] = {}
+
+    def update(self, counters: StorageCounters) -> None:
+        """Publish what came since the last call; another backend begins at 0 again."""
+        if self._prometheus is None:
+            return
+        found = counters.snapshot()
+        faults = found.pop("faults")
+        assert isinstance(faults, dict), "faults are by reason"
+        for name, total in found.items():
+            assert not isinstance(total, dict), f"{name} is one number"
+            self._prometheus.totals[name].inc(self._growth(name, total))
+        for reason, count in faults.items():
+            self._prometheus.fault(reason).inc(self._growth(f"fault {reason}", count))
+
+    def _growth(self, name: str, total: float) -> float:
+        before = self._seen.get(name, 0)
+        self._seen[name] = total
+        return total - before if total >= before else total
+
+
+class _PrometheusStorage:
+    def __init__(self, labels: dict[str, str]) -> None:
+        from prometheus_client import Counter as PrometheusCounter
+
+        self._labels, names = labels, list(labels)
+        self.totals = {
+            name: PrometheusCounter(f"sgl_blend:storage_{name}_total", text, names).labels(**labels)
+            for name, text in STORAGE_COUNTERS.items()
+        }
+        self._faults = PrometheusCounter(
+            "sgl_blend:storage_faults_total", STORAGE_FAULTS, [*names, "reason"]
+        )
+
+    def fault(self, reason: str) -> Any:
+        return self._faults.labels(**self._labels, reason=reason)
 
 
 class _PrometheusCanary:

@@ -21,6 +21,7 @@ COUNTS = (
     "chunk_hits",
     "chunk_misses",
     "host_tokens",
+    "storage_tokens",
 )
 
 
@@ -140,3 +141,40 @@ def test_what_the_canary_counts_appears_in_the_servers_metrics(
     ]
 
     assert tuple(got) == want
+
+
+_PUBLISH_STORAGE = """
+from sgl_blend.metrics import StorageMetrics
+from sgl_blend.storage.counters import StorageCounters
+metrics = StorageMetrics(publish=True, labels={"model_name": "m"})
+counters = StorageCounters()
+for _ in range(2):
+    counters.add("hits", 3)
+    counters.add_moved("read", 1000, 0.5)
+    counters.fault("corrupt")
+    metrics.update(counters)
+metrics.update(counters)  # nothing new
+other = StorageCounters()  # an operator attached another backend
+other.add("hits", 2)
+metrics.update(other)
+"""
+
+
+def test_what_storage_counts_appears_in_the_servers_metrics(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-c", _PUBLISH_STORAGE],
+        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        check=True,
+    )
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(
+            f"sgl_blend:storage_{name}_total", {"model_name": "m", **labels}
+        )
+
+    assert value("hits") == 8
+    assert value("read_bytes") == 2000
+    assert value("read_seconds") == 1.0
+    assert value("faults", reason="corrupt") == 2

@@ -83,6 +83,11 @@ def fallbacks() -> str:
 def prometheus() -> str:
     """Return the metrics of the server."""
     rows = [(f"{name}_total", "counter", text) for name, text in metrics.COUNTERS.items()]
+    rows += [
+        (f"storage_{name}_total", "counter", text)
+        for name, text in metrics.STORAGE_COUNTERS.items()
+    ]
+    rows.append(("storage_faults_total", "counter by `reason`", metrics.STORAGE_FAULTS))
     rows.append(("fallback_total", "counter", metrics.FALLBACK_COUNTER))
     rows += [
         (f"canary_{name}_total", "counter", text) for name, text in metrics.CANARY_COUNTERS.items()
