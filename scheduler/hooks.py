@@ -257,7 +257,6 @@ def around_flush_cache(orig: Stock, scheduler: Scheduler, *args: Any, **kwargs: 
     if runtime is None:
         return orig(scheduler, *args, **kwargs)
     runtime.step_aside(scheduler)
-    runtime.storage.leave()
     flushed = orig(scheduler, *args, **kwargs)
     if flushed:
         runtime.forget_pending()

@@ -32,7 +32,7 @@ from sgl_blend.engine.prefetch import (
     writes_in_flight,
 )
 from sgl_blend.engine.requests import prompt_ids, rid_of
-from sgl_blend.engine.rounds import is_queued
+from sgl_blend.engine.rounds import is_queued, is_serving
 from sgl_blend.engine.storage import name_stored_weights, storage_of
 from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.engine.tp_group import TPGroup
@@ -212,7 +212,12 @@ class StorageTier:
         return {**totals, **speeds} or None
 
     def leave(self) -> None:
-        """Give up what is on its way, and wait a moment for what is being written."""
+        """Give up what is on its way, and wait a moment for what is being written.
+
+        Not while clients are served: SGLang refuses the order then, and nobody is held up for it.
+        """
+        if is_serving(self._scheduler):
+            return
         self.drop_all()
         finish_writes(self._tree)
 

@@ -251,13 +251,33 @@ def _interrupt(driver: Driver, salt: str) -> Answer:
         else:
             driver.scheduler.abort_request(AbortReq(rid=req.rid))
             if salt == "flush":
-                driver.runtime.step_aside(driver.scheduler)
+                driver.runtime.storage.leave()
                 assert driver.scheduler.flush_cache(), "what nobody waits for keeps the server busy"
             driver.settle()
             answer = _ask(driver, salt)
     assert driver.runtime.storage.num_coming == 0
     _flush(driver)
     return answer
+
+
+def _order_beside_a_decoding_request(driver: Driver, salt: str) -> float:
+    """Let a request decode while writes hang, and return how long an order holds it up."""
+    _flush(driver)
+    with patch.object(HiCacheFile, "exists", lambda *args: time.sleep(0.2)):
+        req = driver.submit(Prompt([random_tokens(7, 200)], salt=salt, max_new_tokens=20))
+        tree = driver.scheduler.tree_cache
+        driver.run_until(lambda: bool(tree.ongoing_backup), limit=10**6)
+        assert not req.finished()
+        begun = time.monotonic()
+        driver.runtime.storage.leave()
+        taken = time.monotonic() - begun
+    driver.run_until(req.finished)
+    driver.settle()
+    return taken
+
+
+def test_an_order_waits_for_no_writes_while_somebody_is_served(start_engine: StartEngine) -> None:
+    assert start_engine(**settings()).call(_order_beside_a_decoding_request, "decodes") < 0.1
 
 
 @pytest.mark.parametrize(

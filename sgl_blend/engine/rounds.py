@@ -78,6 +78,12 @@ def is_decoding(running_batch: ScheduleBatch) -> bool:
     return not running_batch.is_empty()
 
 
+def is_serving(scheduler: Scheduler) -> bool:
+    """Tell whether requests wait, prefill in pieces or decode."""
+    is_running = has_cut_request(scheduler) or is_decoding(scheduler.running_batch)
+    return is_running or somebody_waits(scheduler)
+
+
 def is_idle_round(plan: Any) -> bool:
     """Tell whether a round found nothing to prefill and has nothing to decode."""
     return plan.batch_to_run is None and plan.running_batch.is_empty()

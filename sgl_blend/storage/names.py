@@ -58,8 +58,8 @@ def read_key_file(path: str) -> StoreKey:
         with Path(path).open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             content = file.read(4 * KEY_BYTES)
-    except OSError as err:
-        raise ConfigError(f"{flag} {path}: {err.strerror or err}") from None
+    except (OSError, ValueError) as err:  # a name with a zero byte is no name
+        raise ConfigError(f"{flag} {path}: {getattr(err, 'strerror', None) or err}") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{flag} {path} is open to others than its owner; run chmod 600 on it")
     if len(content) == KEY_BYTES:
