@@ -42,7 +42,14 @@ def _seconds(driver: Driver, where: str, load_s: float, compute_s: float) -> flo
     return taken
 
 
-@pytest.mark.parametrize(("load_s", "compute_s"), [(0.12, 0.06), (0.1, 0.1), (0.06, 0.12)])
+@pytest.mark.parametrize(
+    ("load_s", "compute_s"),
+    [
+        (0.1, 0.1),
+        pytest.param(0.12, 0.06, marks=pytest.mark.slow),
+        pytest.param(0.06, 0.12, marks=pytest.mark.slow),
+    ],
+)
 def test_a_load_hides_behind_the_layers(
     start_engine: StartEngine, load_s: float, compute_s: float
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_damaged_object_is_a_miss_and_written_again(store: Mooncake) -> None:
     assert storage.counters.snapshot()["removed"] == 4
 
 
+@pytest.mark.slow  # Mooncake takes its time to notice
 def test_a_full_store_stores_what_it_can(store: Mooncake) -> None:
     pool = make_host_pool(layers=2000, dtype=torch.float32)  # pages of 4 MB
     storage = open_storage(store, pool)
@@ -141,6 +142,7 @@ def test_a_full_store_stores_what_it_can(store: Mooncake) -> None:
     assert _read(storage, pool, hashes(tenant="e")) > 0
 
 
+@pytest.mark.slow  # Mooncake takes its time to notice
 def test_a_master_that_hangs_holds_nobody_up_and_is_used_again(store: Mooncake) -> None:
     now = [100.0]
     pool, keys = make_host_pool(), hashes(tenant="k")
@@ -157,7 +159,7 @@ def test_a_master_that_hangs_holds_nobody_up_and_is_used_again(store: Mooncake) 
     faults = _faults(storage)
     assert faults["timeout"] + faults.get("busy", 0) + faults.get("error", 0) == 5
     assert faults["open"] == 7
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90  # Mooncake may have to mount its memory again
     while _read(storage, pool, keys) < PAGES:
         now[0] += 60
         time.sleep(0.1)
@@ -174,6 +176,7 @@ def test_a_probe_tells_whether_anybody_answers(store: Mooncake) -> None:
             probe_mooncake(storage_config(**{**store.extra_config(), **change}))
 
 
+@pytest.mark.slow  # Mooncake takes its time to notice
 def test_a_store_that_is_down_at_start_delays_nothing_and_is_used_when_it_comes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

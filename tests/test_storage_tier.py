@@ -325,7 +325,10 @@ def _ask_with_damage(driver: Driver, salt: str, store: Path) -> tuple[Answer, An
     return plain, hurt, _ask(driver, salt), faults
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage",
+    ["a bit", *(pytest.param(name, marks=pytest.mark.slow) for name in DAMAGE if name != "a bit")],
+)
 def test_damaged_pages_are_missing_and_heal(
     start_engine: StartEngine, store: Path, damage: str
 ) -> None:
