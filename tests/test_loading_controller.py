@@ -74,16 +74,17 @@ def _store(driver: Driver, salt: str) -> None:
     driver.settle()
 
 
-def _ask_by_link(driver: Driver, bytes_per_s: float) -> tuple[Answer, int]:
+def _ask_by_link(driver: Driver, tokens_per_s: float) -> tuple[Answer, int]:
     """Ask for chunks in host memory that is as fast as this, as far as the controller knows."""
     _store(driver, "host")
     capacity = driver.runtime.describe()["pool"]["capacity"]
     driver.scheduler.tree_cache.evict(EvictParams(num_tokens=capacity))
-    _give_controller(driver, LinkSpeed(1e-4, bytes_per_s))
+    token_bytes = host_token_bytes(driver.scheduler.tree_cache)
+    _give_controller(driver, LinkSpeed(1e-4, tokens_per_s * token_bytes))
     order = [CHUNKS[i] for i in (2, 0, 1)]
     (answer,) = driver.ask(rag_prompt(SYSTEM, order, QUESTION, salt="host"))
     driver.settle()
-    return answer, host_token_bytes(driver.scheduler.tree_cache)
+    return answer, token_bytes
 
 
 def _predicted(bytes_per_s: float, token_bytes: int) -> tuple[tuple[int, ...], float]:
@@ -97,15 +98,15 @@ def _predicted(bytes_per_s: float, token_bytes: int) -> tuple[tuple[int, ...], f
 def test_the_choice_flips_where_the_formulas_say(start_engine: StartEngine) -> None:
     engine = start_engine(**settings())
     outcomes = set()
-    for exponent in (12, 20.5, 23.25, 24):
-        bytes_per_s = 2.0**exponent
-        answer, token_bytes = engine.call(_ask_by_link, bytes_per_s)
-        loaded, ratio = _predicted(bytes_per_s, token_bytes)
+    for exponent in (1, 9.5, 12.25, 13):
+        tokens_per_s = 2.0**exponent
+        answer, token_bytes = engine.call(_ask_by_link, tokens_per_s)
+        loaded, ratio = _predicted(tokens_per_s * token_bytes, token_bytes)
         lengths = [len(CHUNKS[i]) for i in (2, 0, 1)]
         expected = sum(lengths[index] for index in loaded)
         came = answer.report["host_tokens"]
         # The build prefix comes along with the first chunk.
-        assert came == (expected + len(SYSTEM) if loaded else 0), bytes_per_s
+        assert came == (expected + len(SYSTEM) if loaded else 0), tokens_per_s
         assert answer.report["ratio"] == (pytest.approx(ratio) if loaded else RATIO)
         outcomes.add((bool(loaded), ratio > RATIO))
     assert {loaded for loaded, _ in outcomes} == {False, True}, "nothing flipped"

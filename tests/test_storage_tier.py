@@ -287,6 +287,7 @@ def test_what_is_on_its_way_can_be_given_up(start_engine: StartEngine, how: str,
     assert start_engine(**settings()).call(_interrupt, how).report["chunk_hits"] == hits
 
 
+@pytest.mark.slow
 def test_build_mode_answers_alike(start_engine: StartEngine) -> None:
     engine = start_engine(**settings(blend_on_miss="build"))
     warm, kv, _ = engine.call(_fill, "build")
