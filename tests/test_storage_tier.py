@@ -230,7 +230,7 @@ def _ask_of_a_slow_store(driver: Driver, salt: str) -> tuple[Answer, float, int,
 def test_nobody_waits_for_a_slow_store(start_engine: StartEngine) -> None:
     late, taken, built, after = start_engine(**settings()).call(_ask_of_a_slow_store, "slow")
     assert late.report["chunk_hits"] == 0
-    assert taken < 3.0
+    assert taken < 5.0  # all pages would take longer than eight seconds
     assert built == 0, "what was on its way was built"
     assert after.report["chunk_hits"] == len(CHUNKS)
 
@@ -264,7 +264,7 @@ def _order_beside_a_decoding_request(driver: Driver, salt: str) -> float:
     """Let a request decode while writes hang, and return how long an order holds it up."""
     _flush(driver)
     with patch.object(HiCacheFile, "exists", lambda *args: time.sleep(0.2)):
-        req = driver.submit(Prompt([random_tokens(7, 200)], salt=salt, max_new_tokens=20))
+        req = driver.submit(Prompt([random_tokens(7, 200)], salt=salt, max_new_tokens=400))
         tree = driver.scheduler.tree_cache
         driver.run_until(lambda: bool(tree.ongoing_backup), limit=10**6)
         assert not req.finished()
@@ -349,9 +349,13 @@ def _ask_without_store(driver: Driver, salt: str) -> tuple[Answer, Answer, dict[
         down = _ask(driver, salt)
         assert time.monotonic() - begun < 5.0
         faults = driver.runtime.storage.describe()["faults"]
-    _flush(driver)
-    time.sleep(1.2)  # it is left alone for a second
-    return down, _ask(driver, salt), faults
+    deadline = time.monotonic() + 60.0
+    while True:  # it is left alone for a second, or longer if it failed again
+        _flush(driver)
+        after = _ask(driver, salt)
+        if after.report["chunk_hits"] or time.monotonic() > deadline:
+            return down, after, faults
+        time.sleep(0.5)
 
 
 def test_a_store_that_is_gone_is_missed_and_used_again(start_engine: StartEngine) -> None:
