@@ -142,6 +142,11 @@ def file_storage(
     return made
 
 
+def faults_of(storage: Any) -> dict[str, int]:
+    """Return the faults that a storage has counted, by reason."""
+    return dict(storage.counters.snapshot()["faults"])
+
+
 def hashes(count: int = PAGES, tenant: str = "a") -> list[str]:
     return [f"{tenant}{i:063x}" for i in range(count)]
 

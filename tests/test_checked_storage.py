@@ -13,6 +13,7 @@ import torch
 from host_pools import (
     PAGES,
     STORED,
+    faults_of,
     file_backend,
     file_storage,
     fill,
@@ -38,10 +39,6 @@ KEYS = pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 
 def _bits(pool: Any, count: int = PAGES) -> list[bytes]:
     return [page_bits(pool, index) for index in range(count)]
-
-
-def _faults(storage: Any) -> dict[str, int]:
-    return dict(storage.counters.snapshot()["faults"])
 
 
 def _files(folder: Path) -> list[str]:
@@ -114,7 +111,7 @@ def test_what_is_missing_ends_a_prefix(tmp_path: Path) -> None:
     assert load(storage, pool, keys[4:]) == 1
     snapshot = storage.counters.snapshot()
     assert (snapshot["hits"], snapshot["misses"], snapshot["writes"]) == (6, 2, 5)
-    assert not _faults(storage)
+    assert not faults_of(storage)
 
 
 # --- who shares with whom -----------------------------------------------------------------------

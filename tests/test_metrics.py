@@ -83,15 +83,20 @@ metrics.add(BlendReport(**counts, fallback=FallbackReason.NO_HIT))
 """
 
 
-def test_what_the_scheduler_counts_appears_in_the_servers_metrics(tmp_path: Path) -> None:
-    # As in SGLang: the scheduler writes files that the HTTP process collects.
+def _collected(publish: str, folder: Path) -> CollectorRegistry:
+    """Run code that publishes, and collect: as in SGLang, one process writes files, another reads."""
     subprocess.run(
-        [sys.executable, "-c", _PUBLISH],
-        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
+        [sys.executable, "-c", publish],
+        env={"PROMETHEUS_MULTIPROC_DIR": str(folder), "PYTHONPATH": ":".join(sys.path)},
         check=True,
     )
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+    MultiProcessCollector(registry, path=str(folder))  # type: ignore[no-untyped-call]
+    return registry
+
+
+def test_what_the_scheduler_counts_appears_in_the_servers_metrics(tmp_path: Path) -> None:
+    registry = _collected(_PUBLISH, tmp_path)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "m", **labels})
@@ -161,13 +166,7 @@ metrics.update(other)
 
 
 def test_what_storage_counts_appears_in_the_servers_metrics(tmp_path: Path) -> None:
-    subprocess.run(
-        [sys.executable, "-c", _PUBLISH_STORAGE],
-        env={"PROMETHEUS_MULTIPROC_DIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-        check=True,
-    )
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(tmp_path))  # type: ignore[no-untyped-call]
+    registry = _collected(_PUBLISH_STORAGE, tmp_path)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(

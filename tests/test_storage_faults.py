@@ -19,6 +19,7 @@ import torch
 from host_pools import (
     PAGES,
     STORED,
+    faults_of,
     file_storage,
     guarded,
     hashes,
@@ -39,10 +40,6 @@ from sgl_blend.storage.names import StoreKey
 pytestmark = STORED  # pytest.mark.engine
 
 KEY = StoreKey.of(bytes(32))
-
-
-def _faults(storage: Any) -> dict[str, int]:
-    return dict(storage.counters.snapshot()["faults"])
 
 
 def _one_object(folder: Path, pool: Any, storage: Any) -> tuple[Path, bytes]:
@@ -74,7 +71,7 @@ def test_every_flipped_byte_is_a_miss_and_the_object_goes(
         damaged = bytearray(good)
         damaged[index] ^= 1 << index % 8
         _is_noticed(storage, pool, path, damaged)
-    assert _faults(storage) == {"corrupt": len(good)}
+    assert faults_of(storage) == {"corrupt": len(good)}
     assert storage.counters.snapshot()["removed"] == len(good)
     assert save(storage, pool, hashes(1))
     assert load(storage, pool, hashes(1)) == 1
@@ -86,7 +83,7 @@ def test_every_cut_is_a_miss_and_the_object_goes(tmp_path: Path) -> None:
     path, good = _one_object(tmp_path, pool, storage)
     for length in range(len(good)):
         _is_noticed(storage, pool, path, good[:length])
-    assert _faults(storage) == {"corrupt": len(good)}
+    assert faults_of(storage) == {"corrupt": len(good)}
 
 
 def test_garbage_and_absurd_lengths_are_misses(tmp_path: Path) -> None:
@@ -102,7 +99,7 @@ def test_garbage_and_absurd_lengths_are_misses(tmp_path: Path) -> None:
         good + bytes(1 << 20),
     ):
         _is_noticed(storage, pool, path, damaged)
-    assert _faults(storage) == {"corrupt": 6}
+    assert faults_of(storage) == {"corrupt": 6}
 
 
 def test_an_object_of_another_version_stays(tmp_path: Path) -> None:
@@ -112,7 +109,7 @@ def test_an_object_of_another_version_stays(tmp_path: Path) -> None:
     later = good[:4] + b"\x02\0" + good[6:-16]
     path.write_bytes(later + xxh3_128_digest(later))
     assert load(storage, pool, hashes(1)) == 0
-    assert _faults(storage) == {"version": 1}
+    assert faults_of(storage) == {"version": 1}
     assert path.exists()
 
 
@@ -126,7 +123,7 @@ def test_another_page_under_this_name_is_noticed(
     assert storage.set(hashes(2)[1], pool.get_data_page(pool.page_size))
     (other,) = set(tmp_path.glob("*.bin")) - {path}
     _is_noticed(storage, pool, path, other.read_bytes())
-    assert _faults(storage) == {fault: 1}
+    assert faults_of(storage) == {fault: 1}
 
 
 def test_a_bad_page_in_the_middle_ends_the_prefix_there(tmp_path: Path) -> None:
@@ -175,7 +172,7 @@ def test_a_full_disk_stores_nothing_and_reads_go_on(tmp_path: Path) -> None:
         assert load(storage, pool, keys) == 2
     assert len(list(tmp_path.iterdir())) == 2  # and no unfinished file
     assert storage.counters.snapshot()["not_stored"] == 20
-    assert not _faults(storage)
+    assert not faults_of(storage)
     assert save(storage, pool, keys)
     assert load(storage, pool, keys) == PAGES
 
@@ -187,7 +184,7 @@ def test_a_quota_stores_nothing_and_reads_go_on(tmp_path: Path) -> None:
     assert storage.batch_set_v1(hashes(), torch.arange(PAGES * pool.page_size)) == [False] * PAGES
     assert storage.counters.snapshot()["not_stored"] == 2
     assert load(storage, pool, hashes()) == 0
-    assert not _faults(storage)
+    assert not faults_of(storage)
 
 
 @contextmanager
@@ -213,7 +210,7 @@ def test_a_folder_that_cannot_be_written_is_read() -> None:
             assert not save(storage, pool, keys)
             assert load(storage, pool, keys) == 2
         assert storage.counters.snapshot()["not_stored"] == 1
-        assert not _faults(storage)
+        assert not faults_of(storage)
         assert save(storage, pool, keys)
 
 
@@ -230,8 +227,8 @@ def test_a_store_that_is_down_at_start_is_used_when_it_comes(
         assert storage.batch_exists(keys) == 0
     assert not save(storage, pool, keys)
     assert load(storage, pool, keys) == 0
-    assert _faults(storage)["error"] == 5
-    assert _faults(storage)["open"] >= 3
+    assert faults_of(storage)["error"] == 5
+    assert faults_of(storage)["open"] >= 3
 
     (tmp_path / "mount").unlink()
     assert not save(storage, pool, keys)  # left alone for a second
@@ -284,7 +281,7 @@ def test_every_exception_of_a_backend_is_a_miss_or_a_failed_write(
         assert not storage.exists(keys[0])
         patch.setattr(HiCacheFile, "clear", fail)
         assert not storage.clear()
-    assert _faults(storage)["error"] == 5
+    assert faults_of(storage)["error"] == 5
     assert storage.counters.snapshot()["not_stored"] == 1
     assert len(list(tmp_path.iterdir())) == PAGES  # a store that fails is no faulty object
     assert load(storage, pool, keys) == PAGES
@@ -321,7 +318,7 @@ def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(tmp_pa
     assert time.monotonic() - began < 3
     assert threading.active_count() - threads <= 3
     assert calls.num_threads <= 4
-    faults = _faults(storage)
+    faults = faults_of(storage)
     assert faults["timeout"] + faults.get("busy", 0) == 5
     assert faults["open"] == 15
     _let_go(calls, path, good)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 Work = Callable[[], object]
 
@@ -76,18 +76,12 @@ class Event:
         return 1000 * (end._mark.time - self._mark.time)
 
 
-class Queue(Protocol):
+class Queue(ABC):
     """What takes work and does it in order."""
 
+    @abstractmethod
     def submit(self, work: Work) -> None:
         """Do work after all that was given before."""
-
-
-class _Order:
-    """What all streams can do, given ``submit``."""
-
-    def submit(self, work: Work) -> None:
-        raise NotImplementedError
 
     def record_event(self, event: Event | None = None) -> Event:
         """Mark the place that this stream has been filled to."""
@@ -101,7 +95,7 @@ class _Order:
 
     def wait_stream(self, stream: object) -> None:
         """Go on only after what another stream has been given; streams of torch.cpu are idle."""
-        if isinstance(stream, _Order):
+        if isinstance(stream, Queue):
             self.wait_event(stream.record_event())
 
     def query(self) -> bool:
@@ -113,14 +107,14 @@ class _Order:
         self.record_event().synchronize()
 
 
-class _Caller(_Order):
+class _Caller(Queue):
     """The default stream: work is done at once."""
 
     def submit(self, work: Work) -> None:
         work()
 
 
-class Stream(_Order):
+class Stream(Queue):
     """A queue of work and the thread that does it in order.
 
     Work that fails ends the stream, as an error on a GPU does: what comes later is dropped but for
@@ -172,14 +166,14 @@ _default = _Caller()
 _entered = threading.local()
 
 
-def current_stream(device: object = None) -> _Order:
+def current_stream(device: object = None) -> Queue:
     """Return the stream that the calling thread works on."""
-    entered: _Order = getattr(_entered, "stream", _default)
+    entered: Queue = getattr(_entered, "stream", _default)
     return entered
 
 
 @contextmanager
-def stream(entered: _Order | None) -> Iterator[None]:
+def stream(entered: Queue | None) -> Iterator[None]:
     """Work on another stream; None changes nothing."""
     before = current_stream()
     _entered.stream = before if entered is None else entered
