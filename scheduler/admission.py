@@ -229,7 +229,9 @@ class Admission:
                 own = hit.key in state.missed
                 self._shares.hit(hit.key, 0 if own else hit.num_tokens)
             state.start_admission(
-                hits=len(lookup.hits), misses=len(lookup.missing), fallback=reason
+                hit_starts=[hit.span.start for hit in lookup.hits],
+                missing=lookup.missing,
+                fallback=reason,
             )
             start, stop = step_range(attempt.req)
             attempt.step = plan.step(start, stop)
@@ -267,8 +269,8 @@ def _add_plain(
     verdict = attempt.run()
     if attempt.succeeded:
         attempt.state.plan = None
-        missing = 0 if lookup is None else len(lookup.missing)
-        attempt.state.start_admission(hits=0, misses=missing, fallback=reason)
+        missing = () if lookup is None else lookup.missing
+        attempt.state.start_admission(missing=missing, fallback=reason)
     return verdict
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,37 @@ from sgl_blend.scheduler.loaded_model import LoadedModel
 
 ATTRIBUTE = "sgl_blend"
 """Attribute of SGLang's Req that holds the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was done for the first tokens of a prompt before the request was admitted.
+
+    Attributes:
+        stop: Where they end.
+        report: What was done.
+        hit_starts: Where reused chunks stand in the prompt.
+        missing: Chunks that were not stored.
+    """
+
+    stop: int
+    report: BlendReport
+    hit_starts: frozenset[int] = frozenset()
+    missing: frozenset[ChunkKey] = frozenset()
+
+    @classmethod
+    def computed(cls, start: int, stop: int, num_layers: int) -> Ahead:
+        """Return that tokens were prefilled as usual."""
+        rows = stop - start
+        report = BlendReport(
+            prompt_tokens=stop,
+            policy="",
+            ratio=0.0,
+            prefix_tokens=start,
+            computed_tokens=rows,
+            layer_rows=rows * num_layers,
+        )
+        return cls(stop, report)
 
 
 @dataclass(slots=True)
@@ -54,6 +86,9 @@ class RequestState:
         load_s: Seconds that it waited for them.
         load_ratio: Share of reused tokens to recompute while something is loaded; None if nothing is.
         told_tokens: How many of its copied tokens SGLang was told of.
+        ahead: What was done for the beginning of its prompt while it waited.
+        hit_starts: Where the chunks stand that the present admission reuses.
+        missing: Chunks that it lacks.
         admissions: How often it was admitted; a retracted request is admitted again.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
@@ -90,6 +125,9 @@ class RequestState:
     load_s: float = 0.0
     load_ratio: float | None = None
     told_tokens: int = 0
+    ahead: list[Ahead] = field(default_factory=list)
+    hit_starts: frozenset[int] = frozenset()
+    missing: frozenset[ChunkKey] = frozenset()
     admissions: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
     remembered: object = None
@@ -159,8 +197,36 @@ class RequestState:
         self.plan = None
         self.steps.clear()
 
-    def start_admission(self, *, hits: int, misses: int, fallback: FallbackReason | None) -> None:
+    def up_to(self, stop: int) -> RequestState | None:
+        """Return the state of a request for the first tokens alone, which nobody counts.
+
+        Returns:
+            None if no chunk begins there.
+        """
+        count = sum(span.start < stop for span in self.spans)
+        if count == 0:
+            return None
+        return RequestState(
+            stop,
+            self.spans[:count],
+            self.keys[:count],
+            self.client_salt,
+            self.policy,
+            self.ratio,
+            serial=self.serial,
+            model=self.model,
+            counted=True,
+        )
+
+    def start_admission(
+        self,
+        *,
+        hit_starts: Collection[int] = (),
+        missing: Collection[ChunkKey] = (),
+        fallback: FallbackReason | None,
+    ) -> None:
         """Begin to count anew; a retracted request is admitted again from the start."""
+        self.hit_starts, self.missing = frozenset(hit_starts), frozenset(missing)
         self.unprocessed_steps = 0
         self.all_steps_admitted = False
         self.has_preempted = False
@@ -170,8 +236,8 @@ class RequestState:
         self.copied_tokens = self.told_tokens = 0
         self.admissions += 1
         self.report = self._new_report(
-            chunk_hits=hits,
-            chunk_misses=misses,
+            chunk_hits=len(hit_starts),
+            chunk_misses=len(missing),
             host_tokens=self.host_tokens,
             storage_tokens=self.storage_tokens,
             load_ms=round(1000 * self.load_s, 3),
@@ -192,6 +258,7 @@ class RequestState:
         stop = min(stop, self.num_tokens)
         if report.prefix_tokens == 0 and report.computed_tokens == 0:
             report.prefix_tokens = min(start, self.num_tokens)
+            self._count_ahead(start)
         exact = reused = recomputed = 0
         if step is not None:
             exact = step.exact_stop - step.start
@@ -207,6 +274,29 @@ class RequestState:
         report.recomputed_tokens += recomputed
         report.computed_tokens += max(0, stop - start) - exact - reused - recomputed
         self.told.update(report.for_client())
+
+    def _count_ahead(self, start: int) -> None:
+        """Count what pieces of the prompt have done: SGLang takes all of it for a cached prefix."""
+        report, done, self.ahead = self.report, self.ahead, []
+        starts, missing = set(self.hit_starts), set(self.missing)
+        for piece in done:
+            if piece.stop > start:
+                continue  # evicted again
+            other = piece.report
+            computed = other.recomputed_tokens + other.computed_tokens
+            report.prefix_tokens -= other.reused_tokens + computed
+            report.reused_tokens += other.reused_tokens
+            report.recomputed_tokens += other.recomputed_tokens
+            report.computed_tokens += other.computed_tokens
+            report.layer_rows += other.layer_rows
+            report.host_tokens += other.host_tokens
+            self.copied_tokens -= computed
+            starts |= piece.hit_starts
+            missing |= piece.missing
+            if other.reused_tokens + other.recomputed_tokens:
+                report.fallback = None
+        report.chunk_hits += len(starts) - len(self.hit_starts)
+        report.chunk_misses += len(missing) - len(self.missing)
 
     def take_untold(self) -> int:
         """Return how many more copied tokens SGLang is to be told of than it was; may be negative.

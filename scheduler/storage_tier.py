@@ -42,6 +42,7 @@ from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
+from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.tuning.loading import Chunk, Place
 
@@ -63,11 +64,15 @@ class _Arrival:
         coming: What is on its way, each with the chunk that it is a part of, if it is.
         next_keys: Chunks to ask for once their build prefix is there.
         is_awaited: Whether the request still waits for it.
+        in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
+        prefilled: Tokens of the prompt for which that is done.
     """
 
     req: Req
     state: RequestState
     patience_s: float
+    in_pieces: bool
+    prefilled: int = 0
     since_s: float | None = None
     coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
     next_keys: tuple[ChunkKey, ...] = ()
@@ -85,6 +90,7 @@ class StorageTier:
         lookups: Knows whether exact KV of a client's earlier prompts is of use.
         model: Whose KV is of use.
         controller: Chooses what is worth loading; None to ask for everything.
+        pieces: Prefills what stands before it.
         metrics: Where the totals of storage are published.
     """
 
@@ -97,8 +103,10 @@ class StorageTier:
         lookups: Lookups,
         model: LoadedModel,
         controller: LoadingController | None,
+        pieces: Pieces,
         metrics: StorageMetrics,
     ) -> None:
+        self._pieces = pieces
         self._metrics = metrics
         self._published_s = 0.0
         self._model = model
@@ -130,8 +138,8 @@ class StorageTier:
         covered = self._store.reach(tokens, salt=own, extra_key=first.extra_key)
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
-        keys, patience_s = self._choose(state, covered)
-        arrival = _Arrival(req, state, patience_s)
+        keys, patience_s, in_pieces = self._choose(state, covered)
+        arrival = _Arrival(req, state, patience_s, in_pieces)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         prefix = first.prefix_only
@@ -162,11 +170,15 @@ class StorageTier:
             if arrival.is_awaited and (not arrival.coming or waited_s > arrival.patience_s):
                 arrival.is_awaited = False
                 arrival.state.load_s += waited_s
+            if arrival.is_awaited and arrival.in_pieces:
+                self._want_piece(arrival)
             if not arrival.coming:
                 del self._arrivals[rid]
 
     def is_waited_for(self, rid: str) -> bool:
         """Tell whether a request goes on waiting for its KV; all ranks are told the same."""
+        if self._pieces.is_running_for(rid):
+            return True
         arrival = self._arrivals.get(rid)
         return arrival is not None and arrival.is_awaited
 
@@ -209,7 +221,9 @@ class StorageTier:
         storage = storage_of(self._tree)
         speeds = {} if self._controller is None else self._controller.describe()
         totals = {} if storage is None else storage.counters.snapshot()
-        return {**totals, **speeds} or None
+        if not (totals or speeds):
+            return None
+        return {**totals, **speeds, "pieces": self._pieces.num_run}
 
     def leave(self) -> None:
         """Give up what is on its way, and wait a moment for what is being written.
@@ -232,8 +246,10 @@ class StorageTier:
             return False
         return may_leave_server(salt, self._model.fingerprint)
 
-    def _choose(self, state: RequestState, covered: int) -> tuple[tuple[ChunkKey, ...], float]:
-        """Return the chunks to ask storage for, and how long their request waits for them.
+    def _choose(
+        self, state: RequestState, covered: int
+    ) -> tuple[tuple[ChunkKey, ...], float, bool]:
+        """Return the chunks to ask storage for, how long to wait for them, and if to prefill in pieces.
 
         Args:
             state: Of the request.
@@ -242,12 +258,16 @@ class StorageTier:
         pairs = zip(state.keys, state.spans, strict=True)
         wanted = [(key, span) for key, span in pairs if span.stop > covered]
         if self._controller is None:
-            return tuple(key for key, _ in wanted), _MOST_WAIT_S
+            return tuple(key for key, _ in wanted), _MOST_WAIT_S, False
         token_bytes = self._controller.token_bytes
-        chunks = []
+        chunks, asks = [], False
         for key, span in wanted:
             on_device, on_host = self._store.stored_in_tiers(key)
-            lacks = self._store.whole_pages(len(key.path)) - on_device - on_host
+            there = on_device + on_host
+            if asks:  # for the build prefix too, which all chunks share
+                there = max(there, self._store.whole_pages(key.prefix_length))
+            lacks = self._store.whole_pages(len(key.path)) - there
+            asks = asks or lacks > 0
             place = Place.HOST if on_host else Place.DEVICE
             if lacks > 0:
                 place = Place.STORAGE
@@ -260,7 +280,7 @@ class StorageTier:
         keys = tuple(
             wanted[index][0] for index in choice.loaded if chunks[index].place is Place.STORAGE
         )
-        return keys, self._controller.patience_s(choice)
+        return keys, self._controller.patience_s(choice), choice.stepwise
 
     def _look(self, arrival: _Arrival) -> None:
         over = [one for one in arrival.coming if not is_on_its_way(self._tree, one)]
@@ -270,6 +290,19 @@ class StorageTier:
         if over and not arrival.coming and arrival.next_keys:
             keys, arrival.next_keys = arrival.next_keys, ()
             self._ask_for_chunks(arrival, keys)
+
+    def _want_piece(self, arrival: _Arrival) -> None:
+        """Have prefilled what stands before the first chunk that is still on its way."""
+        coming = set(arrival.coming.values())
+        if None in coming:
+            return  # the exact prefix, or the build prefix of all chunks
+        state = arrival.state
+        awaited = [
+            span.start for key, span in zip(state.keys, state.spans, strict=True) if key in coming
+        ]
+        border = min(awaited, default=0)
+        if border > arrival.prefilled and self._pieces.want(arrival.req, state, border):
+            arrival.prefilled = border
 
     def _ask_for_chunks(self, arrival: _Arrival, keys: Iterable[ChunkKey]) -> None:
         for key in dict.fromkeys(keys):

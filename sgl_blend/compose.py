@@ -51,6 +51,7 @@ from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
+from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.probes import Memories, ProbeSteps
 from sgl_blend.scheduler.rounds import BackgroundJob, Rounds
 from sgl_blend.scheduler.runtime import BlendRuntime
@@ -141,7 +142,9 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         "labels": {"model_name": facts.model_name},
     }
     switch, canary = BlendSwitch(), None
-    jobs: list[BackgroundJob] = [builder, prober]
+    pieces = Pieces(scheduler, store, model, tp_group, num_layers=fusion.fusor.layers.total)
+    pieces = Pieces(scheduler, store, model, tp_group, num_layers=fusion.fusor.layers.total)
+    jobs: list[BackgroundJob] = [pieces, builder, prober]
     if config.blend_canary_rate > 0:
         canary = Canary(
             scheduler,
@@ -167,6 +170,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         lookups,
         model,
         controller,
+        pieces,
         StorageMetrics(**publish),
     )
     logger.info("sgl-blend: quality %s", quality)

@@ -40,6 +40,13 @@ def put_first(scheduler: Scheduler, req: Req) -> None:
     scheduler.waiting_queue.insert(0, req)
 
 
+def put_before(scheduler: Scheduler, req: Req, other: Req) -> None:
+    """Put a request right before one that waits; before all if that one does not wait any more."""
+    queue = scheduler.waiting_queue
+    place = next((index for index, waiting in enumerate(queue) if waiting is other), 0)
+    queue.insert(place, req)
+
+
 def leave_queue(scheduler: Scheduler, req: Req) -> None:
     """Take a request out of the waiting queue, if it is there."""
     scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
