@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
@@ -145,6 +145,7 @@ def test_no_bytes_make_it_raise(key: bytes | None, blob: bytes) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(body=st.binary(max_size=200), header=st.binary(max_size=200))
+@example(body=b"", header=b"\x81\xa4\x00\x00\x00\x80")  # a name that is no UTF-8
 def test_no_body_with_a_good_checksum_makes_it_raise(body: bytes, header: bytes) -> None:
     assert unpack(_sealed(body), SMALL) is Fault.CORRUPT
     framed = struct.pack("<I", len(header)) + header + body

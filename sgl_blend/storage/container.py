@@ -285,7 +285,7 @@ def _read_header(body: memoryview) -> tuple[_Header, memoryview] | None:
         return None
     try:
         header = _decode(body[start : start + length])
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return header, body[start + length :]
 
