@@ -1,8 +1,5 @@
 """The loading controller on the real engine: it loads what its formulas say."""
 
-import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,15 +7,16 @@ import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, rag_prompt, random_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from stored_files import NEEDS_NAMESPACES, store
 
-from sgl_blend.engine.tiers import host_token_bytes, storage_keys_hold_namespaces
+from sgl_blend.engine.tiers import host_token_bytes
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.tuning.links import LinkSpeed
 from sgl_blend.tuning.load_choice import Ratios, choose
 from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Place, Prompt
 
-__all__ = ["model_folder", "start_engine"]  # fixtures
+__all__ = ["model_folder", "start_engine", "store"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
@@ -29,13 +27,6 @@ ROW_S, LEAST_ROWS = 1e-4, 100
 """Seconds that a row takes in a layer, as far as the controller knows; fewer rows take no less time."""
 LAYERS, CHECK = 4, 1
 RATIO = 0.15
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("store")
-    with patch.dict(os.environ, {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}):
-        yield folder
 
 
 def settings(**more: Any) -> dict[str, Any]:
@@ -126,7 +117,7 @@ def _ask_storage_by_link(driver: Driver, bytes_per_s: float) -> Answer:
     return answer
 
 
-@pytest.mark.skipif(not storage_keys_hold_namespaces(), reason="refused on SGLang 0.5.17")
+@NEEDS_NAMESPACES
 @pytest.mark.parametrize(("bytes_per_s", "hits"), [(1e4, 0), (1e12, 3)])
 def test_a_slow_store_is_not_asked(
     start_engine: StartEngine, bytes_per_s: float, hits: int

@@ -1,9 +1,7 @@
 """Chunks that left device and host come back from storage, also in another process."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,42 +11,16 @@ from engines import StartEngine, model_folder, start_engine
 from harness import ENGINE_ARGS, Answer, Driver, Engine, Prompt, rag_prompt, random_tokens
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
 from tiny_models import head_dim_for, make_model
 
-from sgl_blend.engine.tiers import storage_keys_hold_namespaces
+__all__ = ["model_folder", "start_engine", "store"]  # fixtures
 
-__all__ = ["model_folder", "start_engine"]  # fixtures
-
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not storage_keys_hold_namespaces(), reason="refused on SGLang 0.5.17"),
-]
+pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
 
 SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 72) for i in range(3)]
 QUESTION = random_tokens(99, 12)
-PAGE = 16
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    return {
-        "blend_policy": "hkvd",  # goes by no memory, which a new process does not have
-        "max_total_tokens": 1024,
-        "page_size": PAGE,
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 4.0,
-        "hicache_storage_backend": "file",
-        "blend_min_chunk_tokens": 32,
-        **more,
-    }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return the folder that all engines of these tests store in; tests differ by tenant."""
-    folder = tmp_path_factory.mktemp("store")
-    with patch.dict(os.environ, {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}):
-        yield folder
 
 
 def _prompt(salt: str, order: tuple[int, ...] = (2, 0, 1)) -> Prompt:
@@ -100,19 +72,6 @@ def _flush(driver: Driver) -> None:
     """Let nothing be left but what is stored."""
     driver.settle()
     driver.flush()
-
-
-@contextmanager
-def _slow_reads(seconds: float) -> Iterator[None]:
-    """Let each page take so long to be read."""
-    stock = HiCacheFile.get
-
-    def slow(*args: Any, **more: Any) -> Any:
-        time.sleep(seconds)
-        return stock(*args, **more)
-
-    with patch.object(HiCacheFile, "get", slow):
-        yield
 
 
 def _fill(driver: Driver, salt: str) -> tuple[Answer, list[Any], int]:
@@ -218,7 +177,7 @@ def test_an_exact_prefix_comes_back(start_engine: StartEngine) -> None:
 def _ask_of_a_slow_store(driver: Driver, salt: str) -> tuple[Answer, float, int, Answer]:
     _fill(driver, salt)
     built = _built(driver)
-    with _slow_reads(0.5):
+    with slow_reads(0.5):
         begun = time.monotonic()
         req = driver.submit(_prompt(salt))
         driver.run_until(req.finished, limit=10**6)
@@ -238,7 +197,7 @@ def test_nobody_waits_for_a_slow_store(start_engine: StartEngine) -> None:
 def _interrupt(driver: Driver, salt: str) -> Answer:
     """Do something while a request waits for storage, and ask again."""
     _fill(driver, salt)
-    with _slow_reads(0.02):
+    with slow_reads(0.02):
         req = driver.submit(_prompt(salt))
         while not driver.scheduler.tree_cache.cache_controller.prefetch_tokens_occupied:
             driver.step()
