@@ -12,7 +12,7 @@ from sgl_blend.engine.rounds import lowest_priority, vocab_size
 from sgl_blend.engine.tp_group import TPGroup
 
 _MARK = "sgl_blend_internal"
-"""Attribute of SGLang's Req: nobody outside waits for it."""
+"""Attribute of SGLang's Req: nobody outside waits for it. Its value: whether it is batched apart."""
 
 
 AddReq = Callable[[Req], Verdict]
@@ -32,6 +32,7 @@ def new_internal_request(
     *,
     salt: str | None,
     extra_key: str | None,
+    apart: bool = True,
 ) -> Req:
     """Make a request that prefills token_ids into a namespace, ends at once and is never streamed.
 
@@ -41,6 +42,7 @@ def new_internal_request(
         token_ids: Its prompt.
         salt: Cache salt of the namespace; None for the one without.
         extra_key: SGLang's request class.
+        apart: Whether no client's request may follow it in its batch.
 
     Returns:
         SGLang's Req, in no queue yet.
@@ -53,11 +55,16 @@ def new_internal_request(
         vocab_size=vocab_size(scheduler),
         priority=lowest_priority(scheduler),
     )
-    setattr(req, _MARK, True)
+    setattr(req, _MARK, apart)
     return req
 
 
 def is_internal(req: Req) -> bool:
     """Tell whether a request is the server's own."""
-    marked: bool = getattr(req, _MARK, False)
-    return marked
+    return hasattr(req, _MARK)
+
+
+def keeps_apart(req: Req) -> bool:
+    """Tell whether no client's request may follow a request in its batch."""
+    apart: bool = getattr(req, _MARK, False)
+    return apart

@@ -113,7 +113,12 @@ class Pieces:
             self._serial += 1
             name = f"{self.rid_prefix}{self._serial}"
             piece = new_internal_request(
-                self._scheduler, name, tokens[:stop], salt=salt, extra_key=extra_key
+                self._scheduler,
+                name,
+                tokens[:stop],
+                salt=salt,
+                extra_key=extra_key,
+                apart=False,
             )
             if (begun := state.up_to(stop)) is not None:
                 setattr(piece, ATTRIBUTE, begun)

@@ -57,7 +57,7 @@ from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.compute_budget import Allowance
 from sgl_blend.scheduler.intake import Intake
-from sgl_blend.scheduler.internal_requests import is_internal
+from sgl_blend.scheduler.internal_requests import is_internal, keeps_apart
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.probes import Memories, run_probe
 from sgl_blend.scheduler.request_state import RequestState, state_of
@@ -133,8 +133,8 @@ class BlendRuntime:
 
         def add(candidate: Req) -> Verdict:
             if not is_internal(candidate):
-                joins_internal = any(is_internal(other) for other in admitted(adder))
-                return stop_verdict() if joins_internal else add_stock(candidate)
+                is_taken = any(map(keeps_apart, admitted(adder)))
+                return stop_verdict() if is_taken else add_stock(candidate)
             if candidate is not req:  # SGLang has prepared the request that it asks for itself
                 match_again(candidate, self._tree)
             return self.rounds.admit(candidate, adder, add_stock)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,9 +15,9 @@ from harness import Answer, Driver, Prompt, namespace_of, rag_prompt, random_tok
 from prompts import largest_difference
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
 
-from sgl_blend.engine.tiers import host_token_bytes, storage_keys_hold_namespaces
+from sgl_blend.engine.tiers import host_token_bytes
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.scheduler.host_tier import HostTier
 from sgl_blend.scheduler.loading_controller import LoadingController
@@ -30,41 +27,18 @@ from sgl_blend.scheduler.storage_tier import StorageTier
 from sgl_blend.tuning.links import LinkSpeed
 from sgl_blend.tuning.loading import ModelTimes
 
-__all__ = ["model_folder", "start_engine"]  # fixtures
+__all__ = ["model_folder", "start_engine", "store"]  # fixtures
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(not storage_keys_hold_namespaces(), reason="refused on SGLang 0.5.17"),
-]
+pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
 
 SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 72) for i in range(4)]
 QUESTION = random_tokens(99, 12)
-LAYERS, PAGE = 4, 16
+LAYERS = 4
 ROW_S = 1e-3
 """Seconds that a row takes in a layer, as far as the controller knows: 0.29 s for a chunk."""
 READ_S = 0.02
 """Seconds that a page of 16 tokens really takes to be read: 0.08 s for a chunk."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("store")
-    with patch.dict(os.environ, {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(folder)}):
-        yield folder
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    return {
-        "blend_policy": "hkvd",
-        "max_total_tokens": 1024,
-        "page_size": PAGE,
-        "enable_hierarchical_cache": True,
-        "hicache_ratio": 4.0,
-        "hicache_storage_backend": "file",
-        "blend_min_chunk_tokens": 32,
-        **more,
-    }
 
 
 def _prompt(salt: str, **rest: Any) -> Prompt:
@@ -82,18 +56,6 @@ def _give_controller(driver: Driver) -> None:
     driver.runtime.storage._controller = made
 
 
-@contextmanager
-def _slow_reads() -> Iterator[None]:
-    stock = HiCacheFile.get
-
-    def slow(*args: Any, **more: Any) -> Any:
-        time.sleep(READ_S)
-        return stock(*args, **more)
-
-    with patch.object(HiCacheFile, "get", slow):
-        yield
-
-
 def _store(driver: Driver, salt: str) -> None:
     """Have all chunks built and stored, and nothing left on device and host."""
     _give_controller(driver)
@@ -108,7 +70,7 @@ def _ask_for_stored(driver: Driver, salt: str, prompt: Prompt) -> tuple[Answer, 
     """Ask; return the answer, and what was prefilled ahead at the end of each round until then."""
     _store(driver, salt)
     tokens, done = prompt.tokens, [0]
-    with _slow_reads():
+    with slow_reads(READ_S):
         req = driver.submit(prompt)
         namespace = namespace_of(req)
         for _ in range(10**6):
@@ -237,7 +199,7 @@ def _push_out(driver: Driver, req: Any) -> None:
 
 
 def _interrupt(driver: Driver, salt: str, how: Callable[[Driver, Any], None]) -> Answer:
-    with _slow_reads():
+    with slow_reads(READ_S):
         req = _begin(driver, salt)
         how(driver, req)
         driver.settle()
@@ -266,7 +228,7 @@ def test_a_piece_of_old_weights_is_not_used(start_engine: StartEngine) -> None:
 
 def _come_too_early(driver: Driver, salt: str) -> tuple[bool, bool, Answer]:
     """Let a request wait for nothing any more while a piece of it is in flight."""
-    with _slow_reads():
+    with slow_reads(READ_S):
         req = _begin(driver, salt)
         storage = driver.runtime.storage
         storage._arrivals[req.rid].is_awaited = False
@@ -287,11 +249,33 @@ def test_a_request_waits_for_its_piece(start_engine: StartEngine) -> None:
     assert _tokens_of(answer.report) == answer.report["prompt_tokens"]
 
 
+def _ask_beside(driver: Driver, salt: str) -> bool:
+    """Ask for plain prompts while pieces are due; return whether a batch held both."""
+    _store(driver, salt)
+    pieces, shared = driver.runtime.storage._pieces, False
+    with slow_reads(READ_S):
+        req = driver.submit(_prompt(salt))
+        for _ in range(10**4):
+            if req.finished():
+                break
+            other = driver.submit(Prompt([random_tokens(7, 30)], salt=salt))
+            driver.step()
+            batch = driver.scheduler.last_batch
+            rids = [] if batch is None else [one.rid for one in batch.reqs]
+            shared |= other.rid in rids and any(map(pieces.owns, batch.reqs if rids else ()))
+    driver.settle()
+    return shared
+
+
+def test_others_do_not_wait_for_a_piece(start_engine: StartEngine) -> None:
+    assert start_engine(**settings()).call(_ask_beside, "beside")
+
+
 def _ask_many(driver: Driver, salt: str) -> tuple[list[Answer], int]:
     """Ask for the same chunks four times at once, beside a request that decodes."""
     _store(driver, salt)
     before = driver.runtime.storage._pieces.num_run
-    with _slow_reads(), _all_is_loaded():
+    with slow_reads(READ_S), _all_is_loaded():
         other = driver.submit(Prompt([random_tokens(7, 60)], salt=salt, max_new_tokens=40))
         ratios = (0.1, 0.2, 0.3, 0.4)
         prompts = [_prompt(salt, params={"sgl_blend_ratio": ratio}) for ratio in ratios]
