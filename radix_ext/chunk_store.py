@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -42,9 +41,10 @@ from sgl_blend.engine.tree_branch import find_branch, make_check
 from sgl_blend.protocol.request import Span
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkKey:
+class ChunkKey(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """Identity of stored chunk KV: equal keys mean interchangeable KV.
+
+    It is looked for in many tables while a request waits, and its hash is computed once.
 
     Attributes:
         salt: Chunk namespace (model and tenant).

@@ -35,8 +35,7 @@ PROBE_TOKENS = 256
 _SEED = 2405
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeKey(ChunkKey):
+class ProbeKey(ChunkKey, frozen=True, cache_hash=True, gc=False):
     """Identity of a chunk after a made-up text.
 
     Attributes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from sgl_blend.engine.objects import Req
 from sgl_blend.engine.tree import TreeLock
@@ -183,7 +185,7 @@ class RequestState:
         """Look for chunks of the weights that are loaded now, not of those at arrival."""
         self.model = model.fingerprint
         salt = model.chunk_namespace(self.client_salt)
-        self.keys = tuple(replace(key, salt=salt) for key in self.keys)
+        self.keys = tuple(msgspec.structs.replace(key, salt=salt) for key in self.keys)
         self.build_rounds, self.builds_alone, self.waits_for = 0, False, ()
 
     def retire_plan(self) -> None:

@@ -52,6 +52,7 @@ def make_case(kit: str, mixin: str, url: str) -> type[unittest.TestCase]:
         "model": "default",
         "api_key": "none",
         "process": _Alive(),
+        "abort_all_max_new_tokens": 4000,  # the tiny model's context holds no 16,000
         "client": openai.Client(api_key="none", base_url=f"{url}/v1"),
     }
     return type(mixin, (base, unittest.TestCase), attributes)
