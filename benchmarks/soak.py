@@ -190,6 +190,7 @@ def main() -> int:
     args = parser.parse_args()
     args.json.parent.mkdir(exist_ok=True)
     logs = ROOT / "build"
+    logs.mkdir(exist_ok=True)
     tally = Tally()
     has_tier = args.host_tier or args.storage
     flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if has_tier else ())]

@@ -2,14 +2,14 @@
 
 import itertools
 import math
-import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from loading_cases import FLOOR, KV_BYTES, LINKS, MODELS, SPEEDS, STEPS, a_chunk, prompts, times
 
 from sgl_blend.tuning.links import LinkSpeed
-from sgl_blend.tuning.load_choice import Choice, Ratios, choose
+from sgl_blend.tuning.load_choice import Ratios, choose
 from sgl_blend.tuning.loading import (
     Chunk,
     Links,
@@ -23,28 +23,6 @@ from sgl_blend.tuning.loading import (
     step_seconds,
     steps_of,
 )
-
-KV_BYTES = 4096
-FLOOR = Ratios(0.15, 0.15)
-
-
-def times(
-    per_row: float = 1e-6,
-    *,
-    fixed: float = 0.0,
-    layers: int = 32,
-    check: int = 2,
-    copy: float = 0.0,
-    early: float = 1.0,
-) -> ModelTimes:
-    return ModelTimes(
-        num_layers=layers,
-        check_layer=check,
-        kv_bytes=KV_BYTES,
-        layer_s=lambda rows: (fixed + per_row * rows) if rows else 0.0,
-        copy_s=lambda rows: copy * rows,
-        early_share=early,
-    )
 
 
 def recurrence(step: Step, ratio: float, model: ModelTimes, host: LinkSpeed) -> float:
@@ -63,50 +41,6 @@ def recurrence(step: Step, ratio: float, model: ModelTimes, host: LinkSpeed) -> 
             ended = max(ended, arrived + model.copy_s(step.num_reused))
         ended += model.layer_s(rows)
     return ended
-
-
-def brute_force(prompt: Prompt, model: ModelTimes, links: Links, ratio: float) -> float:
-    """Return the least time over all sets of chunks and both ways to wait."""
-    found = [i for i, c in enumerate(prompt.chunks) if c.place in (Place.HOST, Place.STORAGE)]
-    return min(
-        seconds_of(steps_of(prompt, set(some), links, stepwise=stepwise), ratio, model, links.host)
-        for size in range(len(found) + 1)
-        for some in itertools.combinations(found, size)
-        for stepwise in (False, True)
-    )
-
-
-def magnitudes(low: float, high: float) -> st.SearchStrategy[float]:
-    return st.floats(low, high).map(lambda power: 10.0**power)
-
-
-MODELS = st.builds(
-    times,
-    magnitudes(-7, -5),
-    fixed=st.sampled_from([0.0, 1e-4, 1e-3]),
-    layers=st.sampled_from([4, 8, 32]),
-    check=st.integers(0, 2),
-    copy=st.sampled_from([0.0, 1e-7]),
-    early=st.sampled_from([1.0, 0.4, 0.0]),
-)
-SPEEDS = st.builds(LinkSpeed, magnitudes(-5, -1), magnitudes(7, 11))
-LINKS = st.builds(Links, SPEEDS, SPEEDS, st.sampled_from([0.0, 0.05]))
-STEPS = st.integers(0, 20_000).flatmap(
-    lambda reused: st.builds(
-        Step, st.integers(0, 4000), st.just(reused), st.sampled_from([0, reused // 2, reused])
-    )
-)
-PLACES = st.sampled_from(list(Place))
-
-
-def a_chunk(num_tokens: int, place: Place, packed: float = 1.0) -> Chunk:
-    num_bytes = int(num_tokens * KV_BYTES * 32 * packed)
-    return Chunk(num_tokens, place, num_bytes if place is Place.STORAGE else 0)
-
-
-def prompts(most: int, places: st.SearchStrategy[Place] = PLACES) -> st.SearchStrategy[Prompt]:
-    chunk = st.builds(a_chunk, st.integers(16, 5000), places, st.sampled_from([1.0, 0.2]))
-    return st.builds(Prompt, st.lists(chunk, max_size=most).map(tuple), st.integers(1, 500))
 
 
 # --- one step ---
@@ -263,134 +197,3 @@ def test_waiting_is_worth_as_long_as_computing_would_take() -> None:
     assert choose(prompt, model, slower, FLOOR).loaded == (0,)
     too_slow = Links(links.host, links.storage, choice.patience_s - choice.wait_s + 1e-6)
     assert choose(prompt, model, too_slow, FLOOR).loaded == ()
-
-
-# --- the choice ---
-
-
-@given(prompts(8), MODELS, LINKS)
-def test_the_choice_is_what_brute_force_finds(
-    prompt: Prompt, model: ModelTimes, links: Links
-) -> None:
-    choice = choose(prompt, model, links, FLOOR)
-    assert choice.seconds <= brute_force(prompt, model, links, 0.15) * 1.001
-    steps = steps_of(prompt, choice.loaded, links, stepwise=choice.stepwise)
-    assert choice.seconds == pytest.approx(seconds_of(steps, 0.15, model, links.host))
-
-
-def test_the_search_of_longer_lists_comes_close() -> None:
-    draw = random.Random(5)
-    ratios = []
-    for _ in range(12):
-        chunks = tuple(
-            a_chunk(int(64 * 10 ** draw.uniform(0, 1.8)), draw.choice([Place.HOST, Place.STORAGE]))
-            for _ in range(9)
-        )
-        host, store = (LinkSpeed(1e-4, 4e9 * 10 ** draw.uniform(-1, 1)) for _ in range(2))
-        prompt, model, links = Prompt(chunks, 50), times(), Links(host, store)
-        found = choose(prompt, model, links, FLOOR).seconds
-        ratios.append(found / brute_force(prompt, model, links, 0.15))
-    assert max(ratios) <= 1.05
-    assert sorted(ratios)[6] <= 1.005
-
-
-H, S = Place.HOST, Place.STORAGE
-HARD = {
-    "few": ((700, H), (100, H), (1000, H), (100, H), (100, H)),
-    "one for another": (
-        *((200, S), (300, H), (500, H), (300, H), (100, S)),
-        *((100, H), (1000, S), (100, S), (1000, H), (3000, H)),
-    ),
-    "sorted by gain": (
-        *((700, H), (1000, S), (1000, S), (200, S), (700, H)),
-        *((1000, H), (500, H), (700, H), (3000, S), (1000, H)),
-    ),
-}
-"""Chunks of which less of a search chooses a set that takes 20 to 28 % longer."""
-
-
-@pytest.mark.parametrize(
-    ("name", "host", "storage"),
-    [("few", 2e9, 2e9), ("one for another", 2e9, 1e9), ("sorted by gain", 8e9, 2e9)],
-)
-def test_each_part_of_the_search_counts(name: str, host: float, storage: float) -> None:
-    prompt = Prompt(tuple(a_chunk(tokens, place) for tokens, place in HARD[name]), 50)
-    links = Links(LinkSpeed(1e-4, host), LinkSpeed(1e-4, storage))
-    choice = choose(prompt, times(), links, FLOOR)
-    assert choice.seconds <= brute_force(prompt, times(), links, 0.15) * 1.01
-
-
-@pytest.mark.parametrize(("num_small", "bandwidth"), [(3, 3e9), (12, 1.6e9)])
-def test_small_chunks_together_may_beat_a_large_one(num_small: int, bandwidth: float) -> None:
-    # The large one gains more per second than a small one, but the link cannot bring it in time.
-    chunks = tuple(a_chunk(n, Place.HOST) for n in (500, 3000, *[500] * (num_small - 1)))
-    prompt, links = Prompt(chunks, 50), Links(LinkSpeed(1e-4, bandwidth))
-    choice = choose(prompt, times(), links, FLOOR)
-    assert 1 not in choice.loaded
-    assert len(choice.loaded) >= 3
-    large = seconds_of(steps_of(prompt, {1}, links, stepwise=False), 0.15, times(), links.host)
-    assert choice.seconds < large * 0.95
-
-
-def test_many_chunks_are_chosen_as_well_as_any_prefix() -> None:
-    chunks = tuple(a_chunk(400 + 7 * i, Place.STORAGE if i % 3 else Place.HOST) for i in range(64))
-    prompt, model = Prompt(chunks, 50), times(fixed=1e-4)
-    links = Links(LinkSpeed(1e-4, 2e10), LinkSpeed(2e-3, 3e9))
-    choice = choose(prompt, model, links, FLOOR)
-    assert 0 < len(choice.loaded) < 64
-    for order in (range(64), range(63, -1, -1)):
-        for length in range(65):
-            steps = steps_of(prompt, set(order[:length]), links, stepwise=True)
-            assert choice.seconds <= seconds_of(steps, 0.15, model, links.host) * 1.001
-
-
-@given(prompts(20), MODELS, LINKS, st.sampled_from([0.15, 0.5]))
-def test_the_choice_is_never_slower_than_loading_nothing(
-    prompt: Prompt, model: ModelTimes, links: Links, most: float
-) -> None:
-    choice = choose(prompt, model, links, Ratios(0.15, most))
-    nothing = steps_of(prompt, (), links, stepwise=False)
-    assert choice.compute_all_s == seconds_of(nothing, 0.15, model, links.host)
-    assert choice.seconds <= choice.compute_all_s
-    assert choice.wait_s <= choice.patience_s + 1e-12
-    for index in choice.loaded:
-        assert prompt.chunks[index].place in (Place.HOST, Place.STORAGE)
-
-
-@settings(max_examples=50)
-@given(prompts(6), MODELS, LINKS, st.floats(1, 100))
-def test_a_faster_link_never_makes_the_choice_slower(
-    prompt: Prompt, model: ModelTimes, links: Links, faster: float
-) -> None:
-    assert links.storage is not None
-    host, storage = (
-        LinkSpeed(link.latency_s, link.bytes_per_s * faster) for link in (links.host, links.storage)
-    )
-    before = choose(prompt, model, links, FLOOR).seconds
-    for better in (
-        Links(host, links.storage, links.storage_queue_s),
-        Links(links.host, storage, links.storage_queue_s),
-    ):
-        assert choose(prompt, model, better, FLOOR).seconds <= before * (1 + 1e-9)
-
-
-def chosen(place: Place, bandwidth: float) -> Choice:
-    links = Links(LinkSpeed(1e-6, bandwidth if place is Place.HOST else 1e15))
-    if place is Place.STORAGE:
-        links = Links(links.host, LinkSpeed(1e-6, bandwidth))
-    return choose(Prompt((a_chunk(4000, place),), 20), times(), links, FLOOR)
-
-
-@pytest.mark.parametrize("place", [Place.HOST, Place.STORAGE])
-def test_the_choice_flips_at_the_predicted_bandwidth(place: Place) -> None:
-    # Computed: 32 layers of 4020 rows. Loaded: the last byte, then one layer of 620 rows from the
-    # host; the whole step of 3 layers of 4020 and 29 of 620 rows from the store.
-    after_load = 620e-6 if place is Place.HOST else 3 * 4020e-6 + 29 * 620e-6
-    flip = 4000 * KV_BYTES * 32 / (32 * 4020e-6 - after_load)
-    assert chosen(place, flip * 1.001).loaded == (0,)
-    assert chosen(place, flip * 0.999).loaded == ()
-
-
-def test_without_a_store_its_chunks_are_text() -> None:
-    prompt = Prompt((a_chunk(4000, Place.STORAGE),), 20)
-    assert choose(prompt, times(), Links(LinkSpeed(1e-6, 1e15)), FLOOR).loaded == ()

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 from sgl_blend.tuning.links import LinkSpeed
 
 
@@ -98,8 +100,7 @@ class Links:
     storage_queue_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(msgspec.Struct, frozen=True, gc=False):
     """A part of the prompt that is prefilled at once.
 
     Attributes:
