@@ -3,14 +3,26 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import ENGINE_ARGS, Answer, Driver, Engine, Prompt, rag_prompt, random_tokens
+from harness import ENGINE_ARGS, Answer, Driver, Engine, Prompt, random_tokens
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from stored_chunks import (
+    CHUNKS,
+    SYSTEM,
+    alike,
+    ask,
+    ask_for_stored,
+    fill,
+    flush,
+    num_built,
+    num_pages,
+    prompt_of,
+    same,
+)
 from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
 from tiny_models import head_dim_for, make_model
 
@@ -18,78 +30,9 @@ __all__ = ["model_folder", "start_engine", "store"]  # fixtures
 
 pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
 
-SYSTEM = random_tokens(1, 40)
-CHUNKS = [random_tokens(10 + i, 72) for i in range(3)]
-QUESTION = random_tokens(99, 12)
-
-
-def _prompt(salt: str, order: tuple[int, ...] = (2, 0, 1)) -> Prompt:
-    return rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION, salt=salt)
-
-
-def _ask(driver: Driver, salt: str, order: tuple[int, ...] = (2, 0, 1)) -> Answer:
-    (answer,) = driver.ask(_prompt(salt, order))
-    driver.settle()
-    return answer
-
-
-def _kv(driver: Driver, salt: str) -> list[Any]:
-    return driver.kv(SYSTEM + CHUNKS[1], driver.chunk_salt(salt))
-
-
-def _same(kv: list[Any], other: list[Any]) -> bool:
-    return all(
-        x.equal(y)
-        for layer, layer_2 in zip(kv, other, strict=True)
-        for x, y in zip(layer, layer_2, strict=True)
-    )
-
-
-def _alike(report: dict[str, Any]) -> dict[str, Any]:
-    """Return a report without what tells where the KV came from."""
-    return {
-        name: value
-        for name, value in report.items()
-        if name not in ("host_tokens", "storage_tokens", "load_ms")
-    }
-
 
 def _names(store: Path) -> set[str]:
     return {path.name for path in store.iterdir()}
-
-
-def _num_pages(*paths: list[int]) -> int:
-    """Return how many pages paths have that begin with the system prompt, and share those of it."""
-    shared = len(SYSTEM) // PAGE
-    return shared + sum(len(path) // PAGE - shared for path in paths)
-
-
-def _built(driver: Driver) -> int:
-    return int(driver.runtime.describe()["chunks_built"])
-
-
-def _flush(driver: Driver) -> None:
-    """Let nothing be left but what is stored."""
-    driver.settle()
-    driver.flush()
-
-
-def _fill(driver: Driver, salt: str) -> tuple[Answer, list[Any], int]:
-    """Have all chunks built and stored; return a warm answer, KV of a chunk, and what was built."""
-    _flush(driver)
-    built = _built(driver)
-    _ask(driver, salt, (0, 1, 2))
-    warm, kv = _ask(driver, salt), _kv(driver, salt)
-    _flush(driver)
-    return warm, kv, _built(driver) - built
-
-
-def _ask_for_stored(driver: Driver, salt: str) -> tuple[Answer, list[Any], int]:
-    """Ask a server that holds nothing itself."""
-    _flush(driver)
-    built = _built(driver)
-    answer = _ask(driver, salt)
-    return answer, _kv(driver, salt), _built(driver) - built
 
 
 @pytest.fixture(scope="module")
@@ -108,29 +51,29 @@ def test_chunks_come_back(
     start_engine: StartEngine, request: pytest.FixtureRequest, where: str
 ) -> None:
     engine = start_engine(**settings())
-    warm, kv, built = engine.call(_fill, where)
+    warm, kv, built = engine.call(fill, where)
     assert built == len(CHUNKS)
     if where == "another":
         engine = request.getfixturevalue("another")
-    back, kv_back, built = engine.call(_ask_for_stored, where)
-    stored = PAGE * _num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
+    back, kv_back, built = engine.call(ask_for_stored, where)
+    stored = PAGE * num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
     assert back.report["storage_tokens"] == back.report["host_tokens"] == stored
     assert back.report["load_ms"] > 0
-    assert _alike(back.report) == _alike(warm.report)
+    assert alike(back.report) == alike(warm.report)
     assert back.report["chunk_hits"] == len(CHUNKS)
     assert back.logprobs == warm.logprobs
-    assert _same(kv, kv_back)
+    assert same(kv, kv_back)
     assert built == 0, "what is stored was built again"
 
 
 def _ask_twice_and_push_out_chunks(driver: Driver, salt: str) -> tuple[Answer, int]:
     """Ask for a prompt that is still there itself, while its chunks are in storage alone."""
-    _fill(driver, salt)
+    fill(driver, salt)
     with patch("sgl_blend.scheduler.builds.ChunkBuilder.enqueue", lambda self, keys: None):
         with patch("sgl_blend.scheduler.storage_tier.has_storage", lambda tree: False):
-            _ask(driver, salt)
+            ask(driver, salt)
         read = driver.runtime.storage.describe()["read_bytes"]
-        again = _ask(driver, salt)
+        again = ask(driver, salt)
     return again, driver.runtime.storage.describe()["read_bytes"] - read
 
 
@@ -142,17 +85,17 @@ def test_a_prompt_that_is_there_asks_storage_for_nothing(start_engine: StartEngi
 
 def test_no_blended_prompt_is_stored(start_engine: StartEngine, store: Path) -> None:
     before = _names(store)
-    start_engine(**settings()).call(_fill, "blended prompts")
+    start_engine(**settings()).call(fill, "blended prompts")
     stored = _names(store) - before
-    assert len(stored) == _num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
+    assert len(stored) == num_pages(*(SYSTEM + chunk for chunk in CHUNKS))
 
 
 def test_tenants_share_nothing_that_is_stored(start_engine: StartEngine, store: Path) -> None:
     engine = start_engine(**settings())
     before = _names(store)
-    engine.call(_fill, "a")
+    engine.call(fill, "a")
     of_a = _names(store) - before
-    answer, _, built = engine.call(_ask_for_stored, "b")
+    answer, _, built = engine.call(ask_for_stored, "b")
     assert answer.report["storage_tokens"] == 0
     assert built == len(CHUNKS)
     assert len(_names(store) - before) == 2 * len(of_a)
@@ -160,30 +103,30 @@ def test_tenants_share_nothing_that_is_stored(start_engine: StartEngine, store: 
 
 def _ask_with_a_history(driver: Driver, salt: str) -> tuple[Answer, Answer]:
     """Ask with the beginning of the prompt computed exactly before, on the device and in storage."""
-    _fill(driver, salt)
+    fill(driver, salt)
     driver.ask(Prompt([SYSTEM + CHUNKS[2] + CHUNKS[0]], salt=salt))
-    warm = _ask(driver, salt)
-    _flush(driver)
-    return warm, _ask(driver, salt)
+    warm = ask(driver, salt)
+    flush(driver)
+    return warm, ask(driver, salt)
 
 
 def test_an_exact_prefix_comes_back(start_engine: StartEngine) -> None:
     warm, back = start_engine(**settings()).call(_ask_with_a_history, "history")
     assert warm.report["prefix_tokens"] == len(SYSTEM + CHUNKS[2] + CHUNKS[0]) // PAGE * PAGE
-    assert _alike(back.report) == _alike(warm.report)
+    assert alike(back.report) == alike(warm.report)
     assert back.report["storage_tokens"] >= back.report["prefix_tokens"]
 
 
 def _ask_of_a_slow_store(driver: Driver, salt: str) -> tuple[Answer, float, int, Answer]:
-    _fill(driver, salt)
-    built = _built(driver)
+    fill(driver, salt)
+    built = num_built(driver)
     with slow_reads(0.5):
         begun = time.monotonic()
-        req = driver.submit(_prompt(salt))
+        req = driver.submit(prompt_of(salt))
         driver.run_until(req.finished, limit=10**6)
         late, taken = driver.answer(req), time.monotonic() - begun
         driver.settle()
-    return late, taken, _built(driver) - built, _ask(driver, salt, (1, 2, 0))
+    return late, taken, num_built(driver) - built, ask(driver, salt, (1, 2, 0))
 
 
 def test_nobody_waits_for_a_slow_store(start_engine: StartEngine) -> None:
@@ -196,9 +139,9 @@ def test_nobody_waits_for_a_slow_store(start_engine: StartEngine) -> None:
 
 def _interrupt(driver: Driver, salt: str) -> Answer:
     """Do something while a request waits for storage, and ask again."""
-    _fill(driver, salt)
+    fill(driver, salt)
     with slow_reads(0.02):
-        req = driver.submit(_prompt(salt))
+        req = driver.submit(prompt_of(salt))
         while not driver.scheduler.tree_cache.cache_controller.prefetch_tokens_occupied:
             driver.step()
         assert driver.runtime.storage.num_coming > 0
@@ -213,15 +156,15 @@ def _interrupt(driver: Driver, salt: str) -> Answer:
                 driver.runtime.storage.leave()
                 assert driver.scheduler.flush_cache(), "what nobody waits for keeps the server busy"
             driver.settle()
-            answer = _ask(driver, salt)
+            answer = ask(driver, salt)
     assert driver.runtime.storage.num_coming == 0
-    _flush(driver)
+    flush(driver)
     return answer
 
 
 def _order_beside_a_decoding_request(driver: Driver, salt: str) -> float:
     """Let a request decode while writes hang, and return how long an order holds it up."""
-    _flush(driver)
+    flush(driver)
     with patch.object(HiCacheFile, "exists", lambda *args: time.sleep(0.2)):
         req = driver.submit(Prompt([random_tokens(7, 200)], salt=salt, max_new_tokens=400))
         tree = driver.scheduler.tree_cache
@@ -249,12 +192,12 @@ def test_what_is_on_its_way_can_be_given_up(start_engine: StartEngine, how: str,
 @pytest.mark.slow
 def test_build_mode_answers_alike(start_engine: StartEngine) -> None:
     engine = start_engine(**settings(blend_on_miss="build"))
-    warm, kv, _ = engine.call(_fill, "build")
-    back, kv_back, built = engine.call(_ask_for_stored, "build")
+    warm, kv, _ = engine.call(fill, "build")
+    back, kv_back, built = engine.call(ask_for_stored, "build")
     assert back.report["storage_tokens"] > 0
-    assert _alike(back.report) == _alike(warm.report)
+    assert alike(back.report) == alike(warm.report)
     assert back.logprobs == warm.logprobs
-    assert _same(kv, kv_back)
+    assert same(kv, kv_back)
     assert built == 0, "what is stored was built again"
 
 
@@ -269,20 +212,20 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 def _ask_with_damage(driver: Driver, salt: str, store: Path) -> tuple[Answer, Answer, Answer, int]:
     """Ask a store in which every object of a tenant was damaged, and ask again when it has healed."""
     before = _names(store)
-    _fill(driver, salt)
+    fill(driver, salt)
     for name in _names(store) - before:
         path = store / name
         path.write_bytes(DAMAGE[salt](path.read_bytes()))
-    _flush(driver)
-    plain = _ask(driver, f"{salt}: never asked before")
+    flush(driver)
+    plain = ask(driver, f"{salt}: never asked before")
     faults = driver.runtime.storage.describe()["faults"].get("corrupt", 0)
-    hurt = _ask(driver, salt)
+    hurt = ask(driver, salt)
     faults = driver.runtime.storage.describe()["faults"]["corrupt"] - faults
     for _ in range(2):  # a chunk is read when its build prefix has healed
-        _flush(driver)
-        _ask(driver, salt)
-    _flush(driver)
-    return plain, hurt, _ask(driver, salt), faults
+        flush(driver)
+        ask(driver, salt)
+    flush(driver)
+    return plain, hurt, ask(driver, salt), faults
 
 
 @pytest.mark.parametrize(
@@ -302,16 +245,16 @@ def test_damaged_pages_are_missing_and_heal(
 
 def _ask_without_store(driver: Driver, salt: str) -> tuple[Answer, Answer, dict[str, int]]:
     """Ask while every call of the store fails, and again when it answers."""
-    _fill(driver, salt)
+    fill(driver, salt)
     with patch.object(HiCacheFile, "exists", side_effect=OSError("gone")):
         begun = time.monotonic()
-        down = _ask(driver, salt)
+        down = ask(driver, salt)
         assert time.monotonic() - begun < 5.0
         faults = driver.runtime.storage.describe()["faults"]
     deadline = time.monotonic() + 60.0
     while True:  # it is left alone for a second, or longer if it failed again
-        _flush(driver)
-        after = _ask(driver, salt)
+        flush(driver)
+        after = ask(driver, salt)
         if after.report["chunk_hits"] or time.monotonic() > deadline:
             return down, after, faults
         time.sleep(0.5)
