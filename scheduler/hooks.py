@@ -28,6 +28,7 @@ from sgl_blend.engine.objects import (
     TreeSettings,
 )
 from sgl_blend.engine.orders import is_order, may_end_weight_update, needs_idle
+from sgl_blend.engine.prefetch import with_own_limit
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of, rid_of_handle
 from sgl_blend.engine.rounds import (
     StateReply,
@@ -200,8 +201,11 @@ def before_reset(tree: Tree, *args: Any, **kwargs: Any) -> None:
 def around_prefetch(orig: Stock, scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> Any:
     """Ask storage for the chunks of an arriving request, not for the prompt that is never stored."""
     runtime, state = _runtime_of(scheduler), state_of(req)
-    if runtime is None or state is None or not state.may_blend:
+    if runtime is None:
         return orig(scheduler, req, *args, **kwargs)
+    if state is None or not state.may_blend:
+        with with_own_limit(tree_of(scheduler)):
+            return orig(scheduler, req, *args, **kwargs)
     runtime.storage.arrived(req, state)
     return None
 

@@ -49,12 +49,15 @@ class Mooncake:
     Attributes:
         rpc: Port of the master.
         http: Port of its metadata server.
+        metrics: Port of the master's metrics.
+        segment_bytes: Memory that it has.
     """
 
     folder: Path
     rpc: int
     http: int
     metrics: int
+    segment_bytes: int = SEGMENT_BYTES
     master: subprocess.Popen[bytes] | None = None
     owner: subprocess.Popen[bytes] | None = None
 
@@ -80,7 +83,7 @@ class Mooncake:
     def start_owner(self) -> None:
         """Start the process that owns the memory; it outlives engines."""
         command = [sys.executable, "-c", _STORE_PROCESS]
-        command += [str(self.http), str(self.rpc), str(SEGMENT_BYTES)]
+        command += [str(self.http), str(self.rpc), str(self.segment_bytes)]
         with (self.folder / "owner.log").open("ab") as log:
             self.owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
         assert self.owner.stdout is not None
@@ -156,10 +159,11 @@ def at_free_ports(folder: Path) -> Mooncake:
 
 
 @contextmanager
-def running(folder: Path) -> Iterator[Mooncake]:
+def running(folder: Path, *, segment_bytes: int = SEGMENT_BYTES) -> Iterator[Mooncake]:
     """Run a store until the end of the block."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     store = at_free_ports(folder)
+    store.segment_bytes = segment_bytes
     try:
         store.start_master()
         store.start_owner()

@@ -117,6 +117,30 @@ def test_an_exact_prefix_comes_back(start_engine: StartEngine) -> None:
     assert back.report["storage_tokens"] >= back.report["prefix_tokens"]
 
 
+def _ask_plainly(driver: Driver, salt: str) -> tuple[list[int], int]:
+    """Ask for a short prompt that is stored, before and after a blended one; return what was read."""
+    plain = Prompt([random_tokens(77, 200)], salt=salt)
+    driver.ask(plain)
+    read = []
+    for again in (False, True):
+        if again:
+            fill(driver, salt)
+        flush(driver)
+        before = driver.runtime.storage.describe()["read_bytes"]
+        driver.ask(plain)
+        driver.settle()
+        read.append(driver.runtime.storage.describe()["read_bytes"] - before)
+    return read, driver.scheduler.tree_cache.prefetch_threshold
+
+
+def test_a_short_plain_prompt_asks_storage_for_nothing_as_on_stock(
+    start_engine: StartEngine,
+) -> None:
+    read, limit = start_engine(**settings()).call(_ask_plainly, "plain")
+    assert limit == PAGE, "no chunk was asked for"
+    assert read == [0, 0]
+
+
 def _ask_of_a_slow_store(driver: Driver, salt: str) -> tuple[Answer, float, int, Answer]:
     fill(driver, salt)
     built = num_built(driver)

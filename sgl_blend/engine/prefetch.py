@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -72,7 +74,9 @@ def start_prefetch(
     # KV that is stored is on the host first, from its beginning on.
     if num_tokens == 0 or not (tree.is_backuped(anchor) or tree.is_root(anchor)):
         return None
-    tree.prefetch_threshold = tree.page_size  # SGLang does not ask for less than 256 tokens
+    # SGLang asks for no less than 256 tokens. It compares again when it knows how many are stored,
+    # so the limit stays low until everything is there; see with_own_limit.
+    tree.prefetch_threshold = tree.page_size
     handle = CacheRequestHandle(rid=name, attempt_id=0)
     passes_prefix = tree.hicache_storage_pass_prefix_keys
     tree.prefetch_from_storage(
@@ -89,6 +93,20 @@ def start_prefetch(
         return Prefetch(name, Handle(handle), num_tokens)
     _forget(tree, name)
     return None
+
+
+@contextmanager
+def with_own_limit(tree: Tree) -> Iterator[None]:
+    """Let SGLang ask for a prefix as on a stock server: for no less than its own limit."""
+    if not has_storage(tree):
+        yield
+        return
+    lowered = tree.prefetch_threshold
+    tree.prefetch_threshold = tree.cache_controller.prefetch_threshold
+    try:
+        yield
+    finally:
+        tree.prefetch_threshold = lowered
 
 
 def is_on_its_way(tree: Tree, prefetch: Prefetch) -> bool:
