@@ -6,9 +6,10 @@ is exact; `b` and `c` are moved and blended. Nothing here comes from sgl-blend.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -41,6 +42,47 @@ class Layer:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+
+
+@dataclass
+class Seen:
+    """What the score of a policy is written down with, in float64.
+
+    Attributes:
+        old: Stored KV of the kept rows, with keys at their new positions.
+        new: The same rows as just computed.
+        k: [tokens, KV heads, dim], keys of the whole request.
+        kept: Positions of the kept rows.
+        truth: A full prefill of the request: the layers above the check layer.
+        stored: Stored KV of all moved rows in these layers.
+        num_asked: Rows of the question that a policy may ask.
+    """
+
+    old: Layer
+    new: Layer
+    k: torch.Tensor
+    kept: torch.Tensor
+    truth: list[Layer]
+    stored: list[Layer]
+    num_asked: int
+
+
+Score = Callable[[Seen], torch.Tensor]
+"""Returns how much each kept row matters."""
+
+
+def find_scores() -> dict[str, Score]:
+    """Collect the scores that the tests of policies write down: see docs/contributing.md."""
+    found: dict[str, Score] = {}
+    for path in sorted(Path(__file__).parent.glob("test_policy_*.py")):
+        found |= import_module(path.stem).SCORES
+    return found
+
+
+def measure(policy: str, seen: Seen) -> list[float]:
+    """Return how much each kept row matters; nothing for a policy that measures nothing."""
+    score = find_scores().get(policy.removeprefix(EXACT))
+    return [] if score is None else score(seen).tolist()
 
 
 class Reference:
@@ -124,8 +166,7 @@ class Reference:
         reused = stored
         if policy.startswith(EXACT):  # scored by what is stored, answered with what is true
             reused = [Layer(one.q, one.k[moved], one.v[moved]) for one in truth]
-        hidden = self.weights["embed_tokens.weight"][tokens]
-        rows = torch.arange(len(tokens))
+        hidden, rows = self.weights["embed_tokens.weight"][tokens], torch.arange(len(tokens))
         kept, decided = moved, moved[:0]
         lengths = [len(CHUNKS[1]), len(CHUNKS[2])]
         if policy.removeprefix(EXACT) in SKIP_LAYERS:
@@ -151,10 +192,11 @@ class Reference:
                 within = torch.isin(moved, kept)
                 old = Layer(fresh.q, stored[number].k[within], stored[number].v[within])
                 new = Layer(fresh.q, k[kept], v[kept])
-                scores = self.scores(policy, old, new, k, kept, truth, stored, check, num_asked)
+                seen = Seen(old, new, k, kept, truth[check + 1 :], stored[check + 1 :], num_asked)
+                measured = measure(policy, seen)
                 scores = [
                     math.inf if row in decided else score
-                    for row, score in zip(kept.tolist(), scores, strict=False)
+                    for row, score in zip(kept.tolist(), measured, strict=False)
                 ]
                 chosen = kept[select(policy, scores, lengths, count)]
                 stays = ~torch.isin(rows, kept) | torch.isin(rows, chosen)
@@ -210,34 +252,6 @@ class Reference:
             largest = torch.stack([distances(one, alone) for one in after]).max(0).values
             parts.append(largest.sqrt().half().float())  # as exactly as the engine remembers it
         return torch.cat(parts)
-
-    def scores(
-        self,
-        policy: str,
-        old: Layer,
-        new: Layer,
-        k: torch.Tensor,
-        kept: torch.Tensor,
-        truth: list[Layer],
-        stored: list[Layer],
-        check: int,
-        num_asked: int,
-    ) -> list[float]:
-        """Return how much each kept row matters; nothing for a policy that measures nothing."""
-        name = policy.removeprefix(EXACT)
-        if name in ("hkvd", "gradual", "hybrid", *EARLY_SHARES):
-            return distances(new.v, old.v).tolist()
-        if name == "hkvd-k":
-            return distances(new.k, old.k).tolist()
-        if name == "query-aware":
-            return attention_paid(new.q[-num_asked:], k)[kept].tolist()
-        if name == "oracle":
-            total = torch.zeros(len(kept), dtype=torch.float64)
-            for true, copy in zip(truth[check + 1 :], stored[check + 1 :], strict=True):
-                deviation = distances(true.v[kept], copy.v)
-                total += deviation / deviation.mean()
-            return total.tolist()
-        return []
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

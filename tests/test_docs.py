@@ -41,7 +41,7 @@ def anchors(path: Path) -> set[str]:
 
 def test_tables_are_what_the_code_and_the_results_say() -> None:
     stale = [str(path.relative_to(ROOT)) for path in stale_pages()]
-    assert stale == [], "run tools/docs_pages.py"
+    assert stale == [], "run python -m tools.docs_pages"
 
 
 def test_every_table_is_on_one_page() -> None:

@@ -14,6 +14,8 @@ from engines import StartEngine, model_folder, start_engine
 from graph_stand_in import give_graphs
 from harness import Driver, rag_prompt, random_tokens
 
+from sgl_blend.policies import NAMED, POLICIES
+
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
@@ -38,7 +40,11 @@ TORCH_KERNELS = {
     "kv_deviation.py",
 }
 """Files of kernels/ that run in torch where there is no GPU."""
-POLICIES = ["hkvd", "hkvd-k", "hybrid", "gradual", "query-aware", "edge", "funnel", "remembered"]
+SERVED = [
+    name
+    for name in NAMED
+    if not POLICIES[name].evaluation_only and POLICIES[name].fixed_ratio is None
+]
 
 SYSTEM = random_tokens(1, 40)
 CHUNKS = [random_tokens(10 + i, 120) for i in range(4)]
@@ -140,7 +146,7 @@ def _reads_of_a_blended_forward(driver: Driver, policy: str) -> tuple[list[str],
     return found, count
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SERVED)
 def test_nothing_of_ours_asks_the_device(start_engine: StartEngine, policy: str) -> None:
     found, count = start_engine().call(_reads_of_a_blended_forward, policy)
     assert count > 30
@@ -162,6 +168,6 @@ def test_nothing_asks_the_device_on_the_way_to_a_graph(start_engine: StartEngine
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", SERVED)
 def test_a_blended_forward_does_not_wait(start_engine: StartEngine, policy: str) -> None:
     assert start_engine().call(_blend_without_waiting, policy) > 200

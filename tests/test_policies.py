@@ -189,25 +189,6 @@ def test_every_policy_that_drops_rows_has_an_exact_twin_for_evaluation_only() ->
         assert replace(twin, evaluation_only=False, true_kv=False) == policy
 
 
-def test_hybrid_takes_heads_of_chunks_and_then_what_deviates_most() -> None:
-    scores = torch.arange(30.0)  # the last tokens deviate most
-    # 6 // (2 * 3) = 1 first token per chunk, three by deviation
-    assert POLICIES["hybrid"].select(scores, [10, 10, 10], 6).tolist() == [0, 10, 20, 27, 28, 29]
-    assert POLICIES["hybrid"].select(scores, [10, 10, 10], 5).tolist() == [25, 26, 27, 28, 29]
-
-
-def test_hybrid_takes_no_more_than_eight_first_tokens_of_a_chunk() -> None:
-    scores = torch.arange(200.0)
-    chosen = POLICIES["hybrid"].select(scores, [100, 100], 60).tolist()
-    assert chosen == [*range(8), *range(100, 108), *range(156, 200)]
-
-
-def test_hybrid_does_not_change_the_scores() -> None:
-    scores = torch.arange(30.0)
-    POLICIES["hybrid"].select(scores, [10, 10, 10], 12)
-    assert torch.equal(scores, torch.arange(30.0))
-
-
 def test_edge_takes_both_ends_of_every_chunk() -> None:
     assert POLICIES["edge"].select(None, [5, 4], 4).tolist() == [0, 4, 5, 8]
     assert POLICIES["edge"].select(None, [5, 4], 9).tolist() == list(range(9))

@@ -17,6 +17,8 @@ from sparse_path import (
 )
 from tiny_models import make_model
 
+from sgl_blend.policies import NAMED, POLICIES
+
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.engine
 SYSTEM = random_tokens(1, 30)
 CHUNKS = [random_tokens(20 + i, 70) for i in range(5)]
 SETTINGS = {"blend_check_layer": 1, "blend_when": "always", "blend_eval": True}
-SCORED = ["hkvd", "hkvd-k", "gradual", "hybrid", "query-aware", "random", "oracle"]
+SCORED = [name for name in NAMED if POLICIES[name].score and POLICIES[name].early_share != 0]
+"""Not those that select before the first layer, by memory."""
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])
@@ -77,7 +80,7 @@ def _blend(driver: Driver, policy: str) -> tuple[list[Answer], list[list[int]]]:
     return answers, driver.rows  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("policy", SCORED)
+@pytest.mark.parametrize("policy", [*SCORED, "random"])
 def test_l9_two_ranks_select_and_answer_as_one(
     start_engine: StartEngine, ranks: Ranks, kind: str, policy: str
 ) -> None:

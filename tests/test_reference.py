@@ -10,10 +10,10 @@ import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
-from reference import CHUNKS, MAX_ASKED, QUESTION, SYSTEM, Reference
+from reference import CHUNKS, MAX_ASKED, QUESTION, SYSTEM, Reference, find_scores
 from tiny_models import VOCAB_SIZE, make_model
 
-from sgl_blend.policies import POLICIES
+from sgl_blend.policies import NAMED, POLICIES
 from sgl_blend.scheduler.probes import made_up_texts
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -23,6 +23,11 @@ pytestmark = pytest.mark.engine
 TEXTS = [array("q", text).tolist() for text in made_up_texts(VOCAB_SIZE)]
 TOLERANCE = 2e-4
 """On log-probabilities; the engine computes in float32."""
+
+
+def test_every_score_is_written_down_once_more() -> None:
+    scored = {name for name in NAMED if POLICIES[name].score is not None}
+    assert find_scores().keys() == scored, "SCORES in a tests/test_policy_NAME.py"
 
 
 @pytest.mark.parametrize("check_layer", [1, 2])

@@ -7,11 +7,17 @@ import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
 
+from sgl_blend.policies import NAMED, POLICIES
+
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
-POLICIES = ["hkvd", "hkvd-k", "hybrid", "gradual", "query-aware", "edge", "funnel", "remembered"]
+SERVED = [
+    name
+    for name in NAMED
+    if not POLICIES[name].evaluation_only and POLICIES[name].fixed_ratio is None
+]
 KERNELS = {
     "_tables",
     "_copy_rotated_layers",
@@ -58,7 +64,7 @@ def _launch(driver: Driver) -> dict[str, Any]:
             warm_up(runner, layer, layer_pools(runner), BothRagged(), fusor._rotation, most)
         with kernels_beside() as used:
             reused = 0
-            for policy in POLICIES:
+            for policy in SERVED:
                 reused += _blend(driver, policy)
     finally:
         fusor._kernel = kernel
