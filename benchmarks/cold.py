@@ -13,7 +13,8 @@ tensors of a prefill back to the kernel or keeps them, by the allocations that c
 that must be faulted in again is slow. So both keep their memory (KEEP_MEMORY), the page faults per
 request are printed, and the servers are started anew in every round, in alternating order. The overhead
 is the geometric mean of the rounds' medians. --same compares stock with stock and shows what the method
-itself adds; --default-malloc shows the effect of the allocator.
+itself adds; --default-malloc shows the effect of the allocator. --host-tier gives both servers SGLang's
+host memory behind the pool.
 
 The background builds that a cold request causes are waited for before the next one is sent; the figure
 is what the request itself pays. --back-to-back does not wait: it shows what a closed loop of cold
@@ -41,6 +42,7 @@ from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running
 ROOT = Path(__file__).parents[1]
 BOUNDS = {"cold": 0.05, "plain": 0.02, "short": 0.02}
 """Exit status 1 above these."""
+HOST_TIER = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +179,16 @@ def summarise(rounds: list[list[Pair]]) -> dict[str, Any]:
 
 @contextmanager
 def both(
-    model: Path, flags: list[str], logs: Path, environment: Sequence[str], *, stock_first: bool
+    model: Path,
+    flags: tuple[list[str], list[str]],
+    logs: Path,
+    environment: Sequence[str],
+    *,
+    stock_first: bool,
 ) -> Iterator[tuple[Server, Server]]:
-    """Run a stock server and one with flags, and yield them in this order."""
-    stock = running(model, [], logs / "cold-stock.log", environment=environment)
-    other = running(model, flags, logs / "cold-blend.log", environment=environment)
+    """Run a stock server and one that blends, each with its flags, and yield them in this order."""
+    stock = running(model, flags[0], logs / "cold-stock.log", environment=environment)
+    other = running(model, flags[1], logs / "cold-blend.log", environment=environment)
     order = [stock, other] if stock_first else [other, stock]
     with order[0] as first, order[1] as second:
         yield (first, second) if stock_first else (second, first)
@@ -200,6 +207,7 @@ def main() -> int:
     parser.add_argument(
         "--same", action="store_true", help="compare stock with stock: what the method itself shows"
     )
+    parser.add_argument("--host-tier", action="store_true", help="with host memory behind the pool")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "cold.json")
     args = parser.parse_args()
     material = prepare(ROOT / "build" / "demo", Recipe(), print)
@@ -209,7 +217,8 @@ def main() -> int:
         kinds["short"] = Kind(chunks=True, short=True, repeat=5)
     if args.back_to_back:
         kinds["cold, back to back"] = Kind(chunks=True, wait=False)
-    flags = [] if args.same else ["--enable-blend"]
+    tier = HOST_TIER if args.host_tier else []
+    flags = tier, [*tier, *([] if args.same else ["--enable-blend"])]
     environment = () if args.default_malloc else KEEP_MEMORY
     found: dict[str, list[list[Pair]]] = {name: [] for name in kinds}
     for number in range(args.rounds):
@@ -223,7 +232,7 @@ def main() -> int:
                 found[name].append(compare(*servers, material, kind, args.pairs))
     results = {name: summarise(rounds) for name, rounds in found.items()}
     facts = origin_of_script()
-    settings = {"environment": environment, "same": args.same}
+    settings = {"environment": environment, "same": args.same, "host_tier": args.host_tier}
     args.json.write_text(json.dumps({**facts, **settings, **results}, indent=1))
     for name, run in results.items():
         rounds = " ".join(f"{overhead:+.1%}" for overhead in run["overhead_by_round"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,3 +58,16 @@ def slow_reads(seconds: float) -> Iterator[None]:
 
     with patch.object(HiCacheFile, "get", slow):
         yield
+
+
+@contextmanager
+def longest_file(size: int) -> Iterator[None]:
+    """Let no file of this process grow beyond a size, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    stock = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, stock)

@@ -1,7 +1,8 @@
 """The order and the budget of background builds: no engine is needed for either."""
 
 from array import array
-from dataclasses import replace
+
+import msgspec
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.build_budget import BuildBudget, ServedTime
@@ -117,7 +118,7 @@ def test_what_was_missed_last_comes_first_also_if_it_waits_already() -> None:
 def test_build_prefixes_take_turns_in_the_order_in_which_they_were_missed() -> None:
     queue = BuildQueue(100, 10**6)
     short, long = array("q", [1]).tobytes(), array("q", [1, 2]).tobytes()
-    keys = [replace(key("a", i), prefix=short if i < 3 else long) for i in range(5)]
+    keys = [msgspec.structs.replace(key("a", i), prefix=short if i < 3 else long) for i in range(5)]
     queue.add(keys)
     order = []
     while (first := queue.first()) is not None:

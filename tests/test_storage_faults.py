@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
-import signal
 import tempfile
 import threading
 import time
@@ -30,6 +28,7 @@ from host_pools import (
     storage_config,
 )
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from stored_files import longest_file
 from xxhash import xxh3_128_digest
 
 from sgl_blend.engine.storage import make_storage
@@ -149,24 +148,11 @@ def test_a_bad_page_in_the_middle_ends_the_prefix_there(tmp_path: Path) -> None:
 # --- a folder that takes nothing, or is not there -----------------------------------------------
 
 
-@contextmanager
-def _longest_file(size: int) -> Iterator[None]:
-    """Let no file of this process grow beyond a size, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    stock = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, stock)
-
-
 def test_a_full_disk_stores_nothing_and_reads_go_on(tmp_path: Path) -> None:
     pool = make_host_pool(layers=80)
     storage, keys = file_storage(tmp_path, pool), hashes()
     assert save(storage, pool, keys[:2])
-    with _longest_file(30_000):
+    with longest_file(30_000):
         for _ in range(20):
             assert not save(storage, pool, keys[2:])
         assert load(storage, pool, keys) == 2

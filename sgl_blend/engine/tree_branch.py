@@ -185,14 +185,22 @@ class _RustBranch:
         paths = list(paths)
         start, path = len(self._head), array("q", self._any_tree.prefix)
         prefix_tokens = len(path)
-        places: list[tuple[int, Any, int]] = []
+        # Lists of numbers, because thousands of tuples that live would call Python's garbage collector.
+        stops: list[int] = []
+        nodes: list[Any] = []
+        wholes: list[int] = []
         for tokens in paths:
             del path[prefix_tokens:]
             path.frombytes(tokens)
-            places.append(find(make(key=path, extra_key=extra_key, cache_salt=salt)))
-        lengths = self._rust.get_node_key_lengths([node for _, node, _ in places])
+            stop, node, whole = find(make(key=path, extra_key=extra_key, cache_salt=salt))
+            stops.append(stop)
+            nodes.append(node)
+            wholes.append(whole)
+        lengths = self._rust.get_node_key_lengths(nodes)
         found: list[TreeMatch | None] = []
-        for tokens, (stop, node, whole), length in zip(paths, places, lengths, strict=True):
+        for tokens, stop, node, whole, length in zip(
+            paths, stops, nodes, wholes, lengths, strict=True
+        ):
             if stop <= start:
                 found.append(None)
             elif stop == whole == start + length:
