@@ -88,11 +88,13 @@ LIBRARIES, TENANTS = (2.0, 5.5, 8.0), (1, 3)
 @contextmanager
 def engines(model: Path, pool: int, host_tier: float) -> Iterator[dict[str, Engine]]:
     """Start one engine of each mode; with host memory of so many KV pools, if any."""
-    tier = {"enable_hierarchical_cache": True, "hicache_ratio": host_tier} if host_tier else {}
+    tier: dict[str, Any] = {}
+    if host_tier:
+        tier = {"enable_hierarchical_cache": True, "hicache_ratio": host_tier}
     started: dict[str, Engine] = {}
     try:
         for mode, settings in MODES.items():
-            sizes = {"max_total_tokens": pool, "max_running_requests": 8}
+            sizes: dict[str, Any] = {"max_total_tokens": pool, "max_running_requests": 8}
             started[mode] = Engine(model, **settings, **sizes, **tier)
             print(f"{mode} started", flush=True)
         yield started

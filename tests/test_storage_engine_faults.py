@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
 def _unlocked(driver: Driver) -> bool:
     pool = driver.runtime.describe()["pool"]
     whole = pool["free"] + pool["evictable"] == pool["capacity"]
-    return whole and pool["locked"] == 0 and driver.runtime.storage.num_coming == 0
+    return bool(whole and pool["locked"] == 0 and driver.runtime.storage.num_coming == 0)
 
 
 def _fill_a_full_disk(driver: Driver, salt: str) -> tuple[Answer, Answer, dict[str, Any]]:
