@@ -175,7 +175,9 @@ def main() -> int:
     check = parser.parse_args().check
     stale = stale_pages()
     for path, text in stale.items():
-        print(f"{path.relative_to(ROOT)}: {'run tools/docs_pages.py' if check else 'written'}")
+        print(
+            f"{path.relative_to(ROOT)}: {'run python -m tools.docs_pages' if check else 'written'}"
+        )
         if not check:
             path.write_text(text)
     return int(check and bool(stale))

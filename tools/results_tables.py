@@ -261,32 +261,6 @@ def novel() -> str:
     return circumstances(found, "benchmarks/novel.py") + told_of + table(header, rows)
 
 
-def tiers() -> str:
-    found = load("tiers.json")
-    fixed, chosen = found["medians_s"]["fixed"], found["medians_s"]["controller"]
-    rows = [
-        (place, f"{1000 * fixed[place]:,.0f}", f"{1000 * chosen[place]:,.0f}") for place in fixed
-    ]
-    host = found["host"]
-    load_s = host["host_latency_s"] + found["num_bytes"] / host["host_bytes_per_s"]
-    told = (
-        f"A prompt reuses {found['num_bytes'] / 1e6:,.0f} MB of KV. Host memory loads them in "
-        f"{1000 * load_s:,.0f} ms, by the controller's own measure. Medians of "
-        f"{len(found['seconds']['fixed']['text'])} rounds.\n\n"
-    )
-    bars = [
-        (name, f"{value:.3f} {interval(low, high, 3)}", f"{bar:.2f}")
-        for name, (value, low, high, bar) in found["bars"].items()
-    ]
-    return (
-        circumstances(found, "benchmarks/tiers.py")
-        + told
-        + table(("where chunks lie", "TTFT, loads all, ms", "TTFT, controller, ms"), rows)
-        + "\n"
-        + table(("ratio of pairs", "measured", "bar"), bars)
-    )
-
-
 def _with_interval(ratio: dict[str, float]) -> str:
     return f"{ratio['value']:.2f} {interval(ratio['low'], ratio['high'], 2)}"
 

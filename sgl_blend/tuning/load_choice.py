@@ -87,8 +87,6 @@ def choose(prompt: Prompt, times: ModelTimes, links: Links, ratios: Ratios) -> C
     search = _Search(prompt, times, links, ratios.floor)
     none = search.plan(())
     best = _best_of_many(search) if len(prompt.chunks) > _MOST_GROUPS else search.best()
-    if best.seconds > none.seconds:
-        best = none
     given_up = search.plan(best.loaded - search.awaited(best.loaded))
     ratio, seconds = _raise_ratio(best, none.seconds, search, ratios)
     wait_s = search.steps(best)[-1].start_s
@@ -229,7 +227,8 @@ def _best_of_many(search: _Search) -> _Plan:
     together = tuple(_as_one([chunks[index] for index in group], links) for group in groups)
     prompt = Prompt(together, search.prompt.num_plain)
     grouped = _Search(prompt, search.times, links, search.ratio).best()
-    best = search.plan([index for number in grouped.loaded for index in groups[number]])
+    members = [index for number in grouped.loaded for index in groups[number]]
+    best = min(search.plan(()), search.plan(members), key=lambda plan: plan.seconds)
     return search.improve_once(best, max(1, _MOST_VISITED // len(chunks)))
 
 
