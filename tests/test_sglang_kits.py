@@ -33,6 +33,9 @@ KITS = {
     "abort_timeout_kit": ["AbortAllMixin"],
     "pause_generation_kit": ["PauseResumeInPlaceMixin"],
 }
+SAMPLED = {"regex_constrained_kit", "ebnf_constrained_kit"}
+"""Kits that sample their answers: a random model's answer may end at the token limit, out of form."""
+TRIES_OF_SAMPLED = 6
 FEWEST_PASSED = 20
 """Less would mean that the kits do not run at all."""
 
@@ -58,23 +61,24 @@ def make_case(kit: str, mixin: str, url: str) -> type[unittest.TestCase]:
     return type(mixin, (base, unittest.TestCase), attributes)
 
 
+def _outcome(case: unittest.TestCase) -> str:
+    """Run one test of a kit: "passed", "skipped", or the end of what it failed with."""
+    result = unittest.TextTestRunner(io.StringIO()).run(case)
+    failed = [text[-500:] for _, text in (*result.failures, *result.errors)]
+    return failed[0] if failed else "skipped" if result.skipped else "passed"
+
+
 def outcomes(url: str) -> dict[str, str]:
-    """Return per test of every kit "passed" or what it failed with."""
+    """Return what each test of every kit came to; one that samples passes if one of its tries does."""
     found: dict[str, str] = {}
     for kit, mixins in KITS.items():
         for mixin in mixins:
             case = make_case(kit, mixin, url)
-            suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
-            names = unittest.defaultTestLoader.getTestCaseNames(case)
-            result = unittest.TextTestRunner(io.StringIO()).run(suite)
-            found |= {f"{mixin}.{name}": "passed" for name in names}
-            found |= {
-                ".".join(test.id().rsplit(".", 2)[-2:]): text[-500:]
-                for test, text in (*result.failures, *result.errors)
-            }
-            found |= {
-                ".".join(test.id().rsplit(".", 2)[-2:]): "skipped" for test, _ in result.skipped
-            }
+            for name in unittest.defaultTestLoader.getTestCaseNames(case):
+                for _ in range(TRIES_OF_SAMPLED if kit in SAMPLED else 1):
+                    found[f"{mixin}.{name}"] = outcome = _outcome(case(name))
+                    if outcome in ("passed", "skipped"):
+                        break
     return found
 
 
