@@ -246,7 +246,9 @@ def check_levels(names: Sequence[str], profile: CodecProfile | None) -> tuple[st
     flag = "--blend-store-levels"
     unknown = [name for name in names if name not in LEVEL_NAMES]
     if unknown:
-        raise ConfigError(f"{flag}: unknown level {unknown[0]!r}, expected {', '.join(LEVEL_NAMES)}")
+        raise ConfigError(
+            f"{flag}: unknown level {unknown[0]!r}, expected {', '.join(LEVEL_NAMES)}"
+        )
     for name in names:
         if name == LOSSLESS:
             continue

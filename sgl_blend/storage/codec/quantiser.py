@@ -60,6 +60,12 @@ class UnitCode:
         anchors = num_anchors(tokens)
         return anchors * heads * dim + (tokens - anchors) * each
 
+    def num_anchor_bytes(self, tokens: int) -> int:
+        """Return how many of the packed bytes are anchors; they come first."""
+        if self.transform is Transform.DIRECT:
+            return 0
+        return num_anchors(tokens) * self.step.numel()
+
 
 def num_anchors(tokens: int) -> int:
     """Return how many of so many tokens are anchors."""
@@ -168,11 +174,15 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool) -
     return out
 
 
-def bins_of(data: torch.Tensor, code: UnitCode, tokens: int) -> torch.Tensor:
-    """Return the bins of a unit without its anchors, uint8 [tokens that are no anchors, heads, dim]."""
+def bins_of(packed: torch.Tensor, code: UnitCode) -> torch.Tensor:
+    """Return the bins of a unit, uint8 [tokens that are no anchors, heads, dim].
+
+    Args:
+        packed: Its bytes behind the anchors.
+        code: Of the unit.
+    """
     heads, dim = code.step.shape
-    begin = 0 if code.transform is Transform.DIRECT else num_anchors(tokens) * heads * dim
-    packed = data[begin:].view(-1, heads, dim * code.level.bits // 8)
+    packed = packed.view(-1, heads, dim * code.level.bits // 8)
     return packed if code.level.bits == 8 else torch.cat([packed & 15, packed >> 4], dim=-1)
 
 

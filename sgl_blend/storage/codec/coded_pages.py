@@ -1,0 +1,167 @@
+"""One coded page as one self-describing object: version 2 of the container.
+
+Inside the envelope (storage/envelope.py) is::
+
+    body      length of the header u32, header (msgpack), frames
+
+A frame holds one or more neighbours of (layer, K/V), by layer, K first: bins, coded. A frame with a
+value that is not finite holds the bytes of the elements instead, and loses nothing.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import torch
+
+from sgl_blend.storage.codec.coder import Coder
+from sgl_blend.storage.container import PageLabel, read_header, units_of, with_header
+from sgl_blend.storage.envelope import Bytes, Fault, seal, unseal
+from sgl_blend.storage.frames import ITEM_BYTES, grow, shrink
+
+FORMAT_VERSION = 2
+_CODED = 2
+"""How a frame is stored, beside those of storage/frames.py."""
+
+
+class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    units: int
+    codec: int
+    size: int
+
+
+class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    level: str
+    dtype: str
+    shape: tuple[int, int, int, int, int]
+    weights: str
+    rotary: str
+    name: str
+    profile: str
+    position: int
+    frames: list[_Frame]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Header).decode
+
+
+def pack_coded(
+    page: Bytes, label: PageLabel, coder: Coder, position: int, key: bytes | None = None
+) -> tuple[bytearray, int]:
+    """Make the object of a page.
+
+    Args:
+        page: The bytes of [K/V, layer, token, head, channel], contiguous.
+        label: What the object says about itself.
+        coder: Of the label's level.
+        position: Of the page's first token, for which its keys are rotated.
+        key: 32 bytes that encrypt it; None leaves it readable.
+
+    Returns:
+        The object, and how many values were clipped.
+
+    Raises:
+        ValueError: The page is not as long as its format says.
+    """
+    form = label.format
+    if memoryview(page).nbytes != form.page_bytes:
+        raise ValueError(f"a page of {form} has {form.page_bytes} bytes, not {len(page)}")
+    values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
+    frames, parts, first, clipped = [], [], 0, 0
+    for count in coder.frames:
+        coded = coder.encode(values, first, count, position)
+        if coded is None:
+            raw = units_of(page, form)[first : first + count].reshape(-1)
+            codec, data = shrink(raw, ITEM_BYTES[form.dtype])
+        else:
+            codec, data = _CODED, [coded[0]]
+            clipped += coded[1]
+        frames.append(_Frame(count, codec, sum(map(len, data))))
+        parts += data
+        first += count
+    header = _Header(
+        label.level,
+        form.dtype,
+        form.shape,
+        label.weights,
+        label.rotary,
+        label.name,
+        label.profile,
+        position,
+        frames,
+    )
+    body = with_header(_encode(header), parts)
+    return seal(body, FORMAT_VERSION, label.name, key), clipped
+
+
+def unpack_coded(
+    data: Bytes, label: PageLabel, coder: Coder, key: bytes | None = None
+) -> bytearray | Fault:
+    """Read the page of an object, whatever its bytes are.
+
+    Args:
+        data: The object.
+        label: What it must say about itself.
+        coder: Of the label's level.
+        key: As for pack_coded. With a key, an object that is not encrypted is corrupt.
+
+    Returns:
+        The bytes of [K/V, layer, token, head, channel], or why there are none. No bytes of an object
+        make this raise. Nothing is allocated by a length that an object names.
+    """
+    form = label.format
+    if len(data) > form.max_object_bytes:
+        return Fault.CORRUPT
+    found = unseal(memoryview(data), label.name, key)
+    if isinstance(found, Fault):
+        return found
+    version, body = found
+    if version != FORMAT_VERSION:
+        return Fault.VERSION
+    parts = read_header(body, _decode)
+    if parts is None:
+        return Fault.CORRUPT
+    header, rest = parts
+    if not _is_of(header, label):
+        return Fault.MISMATCH
+    return _join(header, rest, label, coder) or Fault.CORRUPT
+
+
+def _is_of(header: _Header, label: PageLabel) -> bool:
+    form = label.format
+    return (header.dtype, header.shape) == (form.dtype, form.shape) and (
+        header.level,
+        header.name,
+        header.weights,
+        header.rotary,
+        header.profile,
+    ) == (label.level, label.name, label.weights, label.rotary, label.profile)
+
+
+def _join(header: _Header, data: memoryview, label: PageLabel, coder: Coder) -> bytearray | None:
+    """Return the page of these frames; None if they are not what its format asks for."""
+    form, frames = label.format, header.frames
+    if [frame.units for frame in frames] != coder.frames or not coder.knows(header.position):
+        return None
+    if any(frame.size < 0 for frame in frames) or sum(f.size for f in frames) != len(data):
+        return None
+    page = bytearray(form.page_bytes)
+    values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
+    halves = np.frombuffer(page, np.uint8).reshape(2, form.layers, form.unit_bytes)
+    first = offset = 0
+    for frame in frames:
+        piece = data[offset : offset + frame.size]
+        if frame.codec == _CODED:
+            if not coder.decode(piece, values, first, frame.units, header.position):
+                return None
+        else:
+            raw = np.empty(frame.units * form.unit_bytes, np.uint8)
+            if not grow(frame.codec, piece, raw, ITEM_BYTES[form.dtype]):
+                return None
+            for index, part in enumerate(raw.reshape(frame.units, -1), first):
+                layer, kind = divmod(index, 2)
+                halves[kind, layer] = part
+        first += frame.units
+        offset += frame.size
+    return page
