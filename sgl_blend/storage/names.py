@@ -17,6 +17,8 @@ from pathlib import Path
 import msgspec
 
 from sgl_blend.errors import ConfigError
+from sgl_blend.storage.codec.coded_pages import FORMAT_VERSION as CODED_VERSION
+from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.storage.container import FORMAT_VERSION, LEVEL, PageFormat, PageLabel
 
 KEY_BYTES = 32
@@ -89,12 +91,16 @@ class WeightsInUse:
 
     Attributes:
         digests: Of the weights and of how keys are rotated; None while nobody knows them.
+        levels: At which chunks are stored; None: nothing is lost.
     """
 
     def __init__(self) -> None:
         self.digests: tuple[str, str] | None = None
+        self.levels: StoredLevels | None = None
 
-    def renew(self, weights: str | None, rotary: str = "") -> None:
+    def renew(
+        self, weights: str | None, rotary: str = "", levels: StoredLevels | None = None
+    ) -> None:
         """Name pages of other weights from now on; None: of weights that nobody knows.
 
         To be called when no KV of the old weights can be written any more: after SGLang has flushed
@@ -103,7 +109,9 @@ class WeightsInUse:
         Args:
             weights: Digest of the loaded weights.
             rotary: Digest of how keys are rotated.
+            levels: At which chunks are stored. Levels of a profile of other weights are left out.
         """
+        self.levels = levels if levels is not None and levels.are_of(weights or "") else None
         self.digests = None if weights is None else (weights, rotary)
 
 
@@ -128,32 +136,49 @@ class ObjectNames:
         self._weights = weights
         self._key = key
 
-    def label(self, page_hash: str) -> PageLabel | None:
+    @property
+    def levels(self) -> StoredLevels | None:
+        """At which chunks are stored; None: nothing is lost."""
+        return self._weights.levels
+
+    def label(self, page_hash: str, level: str = LEVEL) -> PageLabel | None:
         """Return what the object of a page says about itself, its name first.
 
+        Args:
+            page_hash: SGLang's.
+            level: At which the page is coded.
+
         Returns:
-            None while the weights are not known.
+            None while the weights are not known, or if no profile of theirs has the level.
         """
         digests = self._weights.digests  # once: another thread may renew them
         if digests is None:
             return None
         weights, rotary = digests
         form = self._form
-        text = msgspec.msgpack.encode(
-            (
-                FORMAT_VERSION,
-                weights,
-                form.dtype,
-                form.layers,
-                form.heads,
-                form.dim,
-                form.tokens,
-                self._rank.index,
-                self._rank.size,
-                rotary,
-                page_hash,
-            )
+        parts = (
+            FORMAT_VERSION,
+            weights,
+            form.dtype,
+            form.layers,
+            form.heads,
+            form.dim,
+            form.tokens,
+            self._rank.index,
+            self._rank.size,
+            rotary,
+            page_hash,
         )
-        key = self._key
+        if level == LEVEL:
+            return PageLabel(self._name(FORMAT_VERSION, level, parts), form, weights, rotary)
+        levels = self._weights.levels
+        if levels is None or not levels.are_of(weights):
+            return None
+        profile = levels.profile
+        name = self._name(CODED_VERSION, level, (*parts, level, profile))
+        return PageLabel(name, form, weights, rotary, level, profile)
+
+    def _name(self, version: int, level: str, parts: tuple[object, ...]) -> str:
+        text, key = msgspec.msgpack.encode(parts), self._key
         made = sha256(text).digest() if key is None else hmac.digest(key.names, text, "sha256")
-        return PageLabel(f"sgb{FORMAT_VERSION}-{LEVEL}-{made[:16].hex()}", form, weights, rotary)
+        return f"sgb{version}-{level}-{made[:16].hex()}"
