@@ -225,8 +225,10 @@ def around_write_to_storage(
 ) -> Any:
     """Write what another server or a later one could use, and nothing else."""
     runtime = _runtime_of(tree)
-    if runtime is not None and not runtime.storage.takes(node):
-        return None
+    if runtime is not None:
+        if not runtime.storage.takes(node):
+            return None
+        runtime.storage.will_write(node)
     return orig(tree, node, *args, **kwargs)
 
 

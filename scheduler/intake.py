@@ -115,6 +115,7 @@ class Intake:
             client_salt=client_salt,
             policy=overrides.policy,
             ratio=overrides.ratio,
+            slo_s=None if overrides.slo_ms is None else overrides.slo_ms / 1000,
             serial=next(self._serials) if self._config.blend_on_miss == "build" else None,
             model=self._model.fingerprint,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -85,6 +86,9 @@ class RequestState:
             brought back.
         host_tokens: Tokens that were brought back from host memory for it since it waits.
         storage_tokens: Tokens that came from storage to host memory for it since it waits.
+        levels: At which level of coding chunks came from storage since it waits.
+        slo_s: Seconds in which its first token is wanted; None if nobody said.
+        since_s: When it was received, on the clock of time.monotonic.
         load_s: Seconds that it waited for them.
         load_ratio: Share of reused tokens to recompute while something is loaded; None if nothing is.
         told_tokens: How many of its copied tokens SGLang was told of.
@@ -124,6 +128,9 @@ class RequestState:
     host_seen: tuple[object, int] | None = None
     host_tokens: int = 0
     storage_tokens: int = 0
+    levels: dict[ChunkKey, str] = field(default_factory=dict)
+    slo_s: float | None = None
+    since_s: float = field(default_factory=time.monotonic)
     load_s: float = 0.0
     load_ratio: float | None = None
     told_tokens: int = 0
@@ -242,12 +249,14 @@ class RequestState:
             chunk_misses=len(missing),
             host_tokens=self.host_tokens,
             storage_tokens=self.storage_tokens,
+            chunk_levels=[self.levels.get(key) for key in self.keys] if self.levels else [],
             load_ms=round(1000 * self.load_s, 3),
             ratio=self.ratio_now,
             fallback=fallback,
         )
         self.on_host, self.host_seen, self.host_tokens = frozenset(), None, 0
         self.storage_tokens, self.load_s, self.load_ratio = 0, 0.0, None
+        self.levels.clear()
 
     def count_step(
         self, start: int, stop: int, step: StepPlan | None, *, layers: LayerSplit, last: bool

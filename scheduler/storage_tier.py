@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
 from sgl_blend.engine.prefetch import (
     Prefetch,
     drop_prefetch,
+    expect_chunk_pages,
     finish_writes,
     has_storage,
     is_on_its_way,
@@ -34,7 +35,7 @@ from sgl_blend.engine.prefetch import (
 from sgl_blend.engine.requests import prompt_ids, rid_of
 from sgl_blend.engine.rounds import is_queued, is_serving
 from sgl_blend.engine.storage import name_stored_weights, storage_of
-from sgl_blend.engine.tiers import finished_loads
+from sgl_blend.engine.tiers import finished_loads, has_host_tier, host_token_bytes
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
@@ -44,12 +45,15 @@ from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.storage.codec.stored_levels import RequestStream, StoredLevels
 from sgl_blend.tuning.loading import Chunk, Place
 
 _MOST_WAIT_S = 2.0
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
+_UNKNOWN_BYTES_PER_S = 1e9
+"""What a store gives where nobody has measured it, until the first chunk has come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +69,7 @@ class _Arrival:
         next_keys: Chunks to ask for once their build prefix is there.
         is_awaited: Whether the request still waits for it.
         in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
+        stream: Chooses the level of each chunk; None if nothing is lost.
         prefilled: Tokens of the prompt for which that is done.
     """
 
@@ -72,6 +77,7 @@ class _Arrival:
     state: RequestState
     patience_s: float
     in_pieces: bool
+    stream: RequestStream | None = None
     prefilled: int = 0
     since_s: float | None = None
     coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
@@ -92,6 +98,7 @@ class StorageTier:
         controller: Chooses what is worth loading; None to ask for everything.
         pieces: Prefills what stands before it.
         metrics: Where the totals of storage are published.
+        levels: At which chunks are stored; None: nothing is lost.
     """
 
     def __init__(
@@ -105,7 +112,9 @@ class StorageTier:
         controller: LoadingController | None,
         pieces: Pieces,
         metrics: StorageMetrics,
+        levels: StoredLevels | None = None,
     ) -> None:
+        self._levels = levels
         self._pieces = pieces
         self._metrics = metrics
         self._published_s = 0.0
@@ -120,6 +129,7 @@ class StorageTier:
         self._serial = 0
         self._is_named = False
         self._old_writes: frozenset[int] = frozenset()
+        self._token_bytes = host_token_bytes(tree) if has_host_tier(tree) else 0
         self._name_weights()
 
     @property
@@ -132,14 +142,14 @@ class StorageTier:
         if not has_storage(self._tree) or rid_of(req) in self._arrivals:
             return
         if self._controller is not None and (storage := storage_of(self._tree)) is not None:
-            storage.observe = self._controller.storage_read
+            storage.observe(self._controller.storage_read)
         first, tokens = state.keys[0], prompt_ids(req)[: state.num_tokens - 1]
         own = state.blended_namespace(self._model)
         covered = self._store.reach(tokens, salt=own, extra_key=first.extra_key)
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
         keys, patience_s, in_pieces = self._choose(state, covered)
-        arrival = _Arrival(req, state, patience_s, in_pieces)
+        arrival = _Arrival(req, state, patience_s, in_pieces, self._stream(state, keys))
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         prefix = first.prefix_only
@@ -213,7 +223,8 @@ class StorageTier:
             return
         self._old_writes &= writes_in_flight(self._tree)
         if not self._old_writes:
-            name_stored_weights(self._tree, self._model.weights, self._model.identity)
+            weights, identity = self._model.weights, self._model.identity
+            name_stored_weights(self._tree, weights, identity, self._levels)
             self._is_named = True
 
     def describe(self) -> dict[str, Any] | None:
@@ -246,6 +257,33 @@ class StorageTier:
             return False
         return may_leave_server(salt, self._model.fingerprint)
 
+    def will_write(self, node: Handle) -> None:
+        """Have a node that is about to be written coded, if it is a chunk's."""
+        if self._levels is not None and is_chunk_of(
+            namespace_of_node(self._tree, node), self._model.fingerprint
+        ):
+            expect_chunk_pages(self._tree, node)
+
+    def _stream(self, state: RequestState, keys: Sequence[ChunkKey]) -> RequestStream | None:
+        """Return what chooses the levels of a request's chunks."""
+        if self._levels is None or not keys:
+            return None
+        chosen = set(keys)
+        tokens = sum(len(s) for k, s in zip(state.keys, state.spans, strict=True) if k in chosen)
+        reused = sum(map(len, state.spans))
+        controller = self._controller
+        if controller is None:
+            deadline_s = None if state.slo_s is None else state.since_s + state.slo_s
+            return RequestStream(deadline_s, tokens * self._token_bytes, _UNKNOWN_BYTES_PER_S)
+        compute_s = controller.seconds_of(state.num_tokens - reused, reused, state.ratio)
+        deadline_s = None if state.slo_s is None else state.since_s + state.slo_s - compute_s
+
+        def text_s(kv_bytes: int) -> float:
+            return controller.seconds_of(kv_bytes // self._token_bytes, 0, 0.0)
+
+        rate = controller.storage_bytes_per_s
+        return RequestStream(deadline_s, tokens * self._token_bytes, rate, text_s)
+
     def _choose(
         self, state: RequestState, covered: int
     ) -> tuple[tuple[ChunkKey, ...], float, bool]:
@@ -271,22 +309,32 @@ class StorageTier:
             place = Place.HOST if on_host else Place.DEVICE
             if lacks > 0:
                 place = Place.STORAGE
-            chunks.append(Chunk(len(span), place, max(0, lacks) * token_bytes))
+            stored_bytes = round(max(0, lacks) * token_bytes * self._least_share)
+            chunks.append(Chunk(len(span), place, stored_bytes))
         rest = state.num_tokens - covered - sum(chunk.num_tokens for chunk in chunks)
         queued = sum(one.num_tokens for each in self._arrivals.values() for one in each.coming)
+        queued_bytes = round(queued * token_bytes * self._least_share)
         choice = self._controller.choose(
-            chunks, max(1, rest), ratio=state.ratio, num_queued=queued * token_bytes
+            chunks, max(1, rest), ratio=state.ratio, num_queued=queued_bytes
         )
         keys = tuple(
             wanted[index][0] for index in choice.loaded if chunks[index].place is Place.STORAGE
         )
         return keys, self._controller.patience_s(choice), choice.stepwise
 
+    @property
+    def _least_share(self) -> float:
+        """What the coarsest stored level takes of the bytes of KV."""
+        storage = storage_of(self._tree)
+        return 1.0 if storage is None else storage.least_share
+
     def _look(self, arrival: _Arrival) -> None:
         over = [one for one in arrival.coming if not is_on_its_way(self._tree, one)]
         for prefetch in over:
-            del arrival.coming[prefetch]
+            key = arrival.coming.pop(prefetch)
             arrival.state.storage_tokens += take_loaded(self._tree, prefetch)
+            if key is not None and (level := _level_of(prefetch)) is not None:
+                arrival.state.levels[key] = level
         if over and not arrival.coming and arrival.next_keys:
             keys, arrival.next_keys = arrival.next_keys, ()
             self._ask_for_chunks(arrival, keys)
@@ -319,7 +367,14 @@ class StorageTier:
         """Ask for a path; return whether something may come."""
         self._serial += 1
         name = f"{rid_of(arrival.req)}#{self._serial}"
-        prefetch = start_prefetch(self._tree, name, path, salt=salt, extra_key=extra_key)
+        prefetch = start_prefetch(
+            self._tree,
+            name,
+            path,
+            salt=salt,
+            extra_key=extra_key,
+            stream=None if key is None else arrival.stream,
+        )
         if prefetch is not None:
             arrival.coming[prefetch] = key
         return prefetch is not None
@@ -329,3 +384,8 @@ class StorageTier:
             drop_prefetch(self._tree, prefetch)
         arrival.coming.clear()
         arrival.next_keys = ()
+
+
+def _level_of(prefetch: Prefetch) -> str | None:
+    """Return the level at which a chunk came; None if nothing came."""
+    return None if prefetch.chunk is None else prefetch.chunk.level

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from sgl_blend.engine.rounds import vocab_size
 from sgl_blend.engine.tiers import has_host_tier, host_token_bytes, trial_loads
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.engine.weights import weights_digest
+from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.graphs import RowBucketGraphs
 from sgl_blend.fusion.layouts.mha import MHALayout
@@ -59,6 +61,9 @@ from sgl_blend.scheduler.storage_tier import StorageTier
 from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
+from sgl_blend.storage.codec.coder import Rotation as StoredRotation
+from sgl_blend.storage.codec.levels import check_levels, read_profile
+from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.tuning.cost_model import CostModel, measure
 from sgl_blend.tuning.kernel_choice import choose_kernel, fixed_kernel
 from sgl_blend.tuning.links import TimedLoad, fit_speed
@@ -82,6 +87,7 @@ class _Fusion:
         memory_tokens: Of how many tokens it can remember deviations.
         cost_model: When it is faster than a full prefill; None if that does not count.
         sizes: Numbers of rows that it multiplies well.
+        rotation: Of its keys.
         described: For /server_info.
     """
 
@@ -89,6 +95,7 @@ class _Fusion:
     memory_tokens: int
     cost_model: CostModel | None
     sizes: RowSizes
+    rotation: Rotation
     described: dict[str, Any]
 
 
@@ -143,7 +150,6 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     }
     switch, canary = BlendSwitch(), None
     pieces = Pieces(scheduler, store, model, tp_group, num_layers=fusion.fusor.layers.total)
-    pieces = Pieces(scheduler, store, model, tp_group, num_layers=fusion.fusor.layers.total)
     jobs: list[BackgroundJob] = [pieces, builder, prober]
     if config.blend_canary_rate > 0:
         canary = Canary(
@@ -172,6 +178,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         controller,
         pieces,
         StorageMetrics(**publish),
+        _stored_levels(config, fusion, model, tp_group),
     )
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
@@ -226,6 +233,35 @@ def _separator(config: BlendConfig, facts: ServerFacts) -> Separator | None:
         logger.warning("sgl-blend: %s", warning)
     logger.info("sgl-blend: separator %r", None if separator is None else separator.text)
     return separator
+
+
+def _stored_levels(
+    config: BlendConfig, fusion: _Fusion, model: LoadedModel, tp_group: TPGroup
+) -> StoredLevels | None:
+    """Read at which levels chunks are stored; None: nothing is lost."""
+    if config.blend_store_profile is None:
+        return None
+    if config.blend_on_miss == "build":
+        logger.warning("sgl-blend: chunks are stored losslessly, as --blend-on-miss build asks")
+        return None
+    if tp_group.num_ranks > 1:
+        raise UnsupportedError("--blend-store-profile is not supported with --tp-size yet")
+    profile = read_profile(Path(config.blend_store_profile))
+    model.settle()
+    if profile.weights != model.weights:
+        raise ConfigError(
+            f"--blend-store-profile {config.blend_store_profile} was measured on other weights; "
+            "run sgl-blend codec profile for this model"
+        )
+    names = check_levels(config.store_levels or tuple(profile.levels)[-1:], profile)
+    if not names:
+        raise ConfigError(
+            f"--blend-store-profile {config.blend_store_profile} has no level: none was within its "
+            f"budget of {profile.max_loss}"
+        )
+    embedding = fusion.rotation.embedding
+    rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
+    return StoredLevels(names, profile, rotation)
 
 
 def _loading_controller(
@@ -290,6 +326,7 @@ def _make_fusion(
         len(memory),
         cost_model,
         sizes,
+        rotation,
         {
             "attention": kernel.name,
             "dtype": str(dtype).removeprefix("torch."),

@@ -46,6 +46,7 @@ STORAGE_COUNTERS = TOTALS
 STORAGE_FAULTS = (
     "Calls of the storage backend that failed, and pages that were not used, by reason."
 )
+STORAGE_LEVELS = "Pages that were read from the storage backend, by the level they were coded at."
 _KL_BUCKETS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -132,13 +133,16 @@ class StorageMetrics:
         if self._prometheus is None:
             return
         found = counters.snapshot()
-        faults = found.pop("faults")
+        faults, levels = found.pop("faults"), found.pop("levels")
         assert isinstance(faults, dict), "faults are by reason"
+        assert isinstance(levels, dict), "pages are by level"
         for name, total in found.items():
             assert not isinstance(total, dict), f"{name} is one number"
             self._prometheus.totals[name].inc(self._growth(name, total))
         for reason, count in faults.items():
             self._prometheus.fault(reason).inc(self._growth(f"fault {reason}", count))
+        for level, count in levels.items():
+            self._prometheus.level(level).inc(self._growth(f"level {level}", count))
 
     def _growth(self, name: str, total: float) -> float:
         before = self._seen.get(name, 0)
@@ -159,8 +163,15 @@ class _PrometheusStorage:
             "sgl_blend:storage_faults_total", STORAGE_FAULTS, [*names, "reason"]
         )
 
+        self._levels = PrometheusCounter(
+            "sgl_blend:storage_level_hits_total", STORAGE_LEVELS, [*names, "level"]
+        )
+
     def fault(self, reason: str) -> Any:
         return self._faults.labels(**self._labels, reason=reason)
+
+    def level(self, level: str) -> Any:
+        return self._levels.labels(**self._labels, level=level)
 
 
 class _PrometheusCanary:

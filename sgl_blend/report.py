@@ -22,6 +22,8 @@ class BlendReport(msgspec.Struct, kw_only=True):
         chunk_misses: Chunks after the prefix that were not stored.
         host_tokens: Tokens of chunks and of its exact prefix that were brought back from host memory.
         storage_tokens: Tokens of both that came from storage to host memory for it.
+        chunk_levels: For each chunk, at which level of coding it came from storage for this request;
+            null if it did not. Empty if none did.
         load_ms: Milliseconds that it waited for them.
         policy: The policy that chose the recomputed tokens.
         ratio: Share of the tokens of reused chunks that was to be recomputed.
@@ -38,6 +40,7 @@ class BlendReport(msgspec.Struct, kw_only=True):
     chunk_misses: int = 0
     host_tokens: int = 0
     storage_tokens: int = 0
+    chunk_levels: list[str | None] = msgspec.field(default_factory=list)
     load_ms: float = 0.0
     policy: str
     ratio: float

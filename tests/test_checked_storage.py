@@ -266,7 +266,7 @@ def test_clear_empties_the_store(tmp_path: Path) -> None:
 def test_reads_and_writes_are_counted_and_reported(tmp_path: Path) -> None:
     pool = make_host_pool()
     storage, keys, seen = file_storage(tmp_path, pool), hashes(), []
-    storage.observe = lambda num_bytes, seconds: seen.append((num_bytes, seconds))
+    storage.observe(lambda num_bytes, seconds: seen.append((num_bytes, seconds)))
     page_bytes = len(page_bits(pool, 0))
     assert save(storage, pool, keys)
     assert save(storage, pool, keys)  # which are there already

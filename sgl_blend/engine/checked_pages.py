@@ -8,29 +8,42 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
 
 import torch
 
 from sgl_blend.engine.host_pages import HostPages
+from sgl_blend.engine.page_objects import Observer, PageObjects
 from sgl_blend.engine.storage_backends import LateStore
 from sgl_blend.errors import ConfigError, UnsupportedError
-from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
-from sgl_blend.storage.container import Fault, PageLabel, pack, unpack
+from sgl_blend.storage.breaker import CallFault, GuardedCalls
+from sgl_blend.storage.codec.stored_levels import ChunkStream, StoredLevels
+from sgl_blend.storage.container import LEVEL, PageLabel
 from sgl_blend.storage.counters import StorageCounters
 from sgl_blend.storage.names import ObjectNames, StoreKey
 
 logger = logging.getLogger(__name__)
 
-Observer = Callable[[int, float], None]
-_Read = bytearray | Fault | None
 
-_READ_AHEAD = 2
-_MOST_SUSPECTS = 10_000
+class ReadOrder(list[str]):
+    """The prefix of pages that are asked for, as SGLang hands it to a backend, and for what.
+
+    Attributes:
+        stream: The chunk that is read.
+    """
+
+    def __init__(self, keys: Iterable[str], stream: ChunkStream) -> None:
+        super().__init__(keys)
+        self.stream = stream
+
+    def __add__(self, other: Any) -> ReadOrder:  # type: ignore[override]
+        return ReadOrder([*self, *other], self.stream)
+
+
+_MOST_EXPECTED = 1_000_000
+"""Pages that wait to be written, in a queue of SGLang that nothing bounds."""
 _SETUP_S = 30.0
 _CLEAR_S = 60.0
 
@@ -44,11 +57,6 @@ class CheckedPages:
         names: Of their objects.
         calls: Makes all calls of the store.
         key: Keys of the operator.
-
-    Attributes:
-        counters: What happened.
-        observe: Called after each batch that was read, with its bytes of KV and the seconds that
-            took, in SGLang's thread.
     """
 
     def __init__(
@@ -59,14 +67,12 @@ class CheckedPages:
         calls: GuardedCalls,
         key: StoreKey | None = None,
     ) -> None:
-        self.counters = StorageCounters()
-        self.observe: Observer | None = None
         self._store = store
         self._pages = pages
-        self._names = names
         self._calls = calls
-        self._key = None if key is None else key.pages
-        self._suspects: dict[str, None] = {}
+        secret = None if key is None else key.pages
+        self._objects = PageObjects(store, pages.form, names, calls, secret)
+        self._positions: dict[str, int] = {}
         self._lock = Lock()
 
     def connect(self, backend: str) -> None:
@@ -87,20 +93,57 @@ class CheckedPages:
 
     # --- reading ---
 
+    @property
+    def counters(self) -> StorageCounters:
+        """What happened."""
+        return self._objects.counters
+
+    @property
+    def levels(self) -> StoredLevels | None:
+        """At which chunks are stored; None: nothing is lost."""
+        return self._objects.levels
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of KV of a page."""
+        return self._pages.form.page_bytes
+
+    @property
+    def least_share(self) -> float:
+        """What the coarsest level takes of the bytes of KV."""
+        levels = self.levels
+        if levels is None:
+            return self._objects.lossless_share
+        return levels.share_of(levels.names[-1], self._pages.form.dtype)
+
+    def observe(self, observer: Observer) -> None:
+        """Have an observer called in SGLang's thread after each batch that was read.
+
+        Args:
+            observer: Is given its stored bytes and the seconds that took.
+        """
+        self._objects.observe = observer
+
     def exists(self, key: str) -> bool:
         """Tell whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
-        """Return how many of the pages, from the first on, are stored."""
-        labels = self._labels(keys)
-        if not labels:
-            return 0
-        names = [label.name for label in labels]
-        found = self._calls.call(lambda: self._store.get().count(names))
-        if isinstance(found, CallFault):
-            self.counters.fault(found)
-            return 0
+        """Return how many of the pages, from the first on, are stored at some level."""
+        stream, levels = _stream_of(extra_info), self.levels
+        if stream is None or levels is None:
+            return self._objects.count(keys, LEVEL)
+        counts = {level: self._objects.count(keys, level) for level in levels.readable}
+        found = 0
+        for index, key in enumerate(keys):
+            # Behind its first gap a level is asked again: a full disk leaves single pages out.
+            for level in [level for level, count in counts.items() if count < index]:
+                counts[level] = index + self._objects.count(keys[index:], level)
+            stored = [level for level, count in counts.items() if count > index]
+            if not stored:
+                break
+            stream.found(key, stored)
+            found += 1
         return found
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -112,7 +155,7 @@ class CheckedPages:
     ) -> list[torch.Tensor | None]:
         """Fill SGLang's flat pages up to the first that is not there; after that all are None."""
         found: list[torch.Tensor | None] = [None] * len(keys)
-        for index, page in enumerate(self._read(keys)):
+        for index, page in enumerate(self._objects.read(self._objects.labels(keys, LEVEL), None)):
             self._pages.fill(target_locations[index], page)
             found[index] = target_locations[index]
         return found
@@ -122,82 +165,26 @@ class CheckedPages:
     ) -> list[bool]:
         """Put pages into the host pool up to the first that is not there."""
         found = [False] * len(keys)
-        for index, page in enumerate(self._read(keys)):
+        stream = _stream_of(extra_info)
+        for index, page in enumerate(self._objects.read(self._chosen(keys, stream), stream)):
             self._pages.write(self._slot(host_indices, index), page)
             found[index] = True
         return found
 
-    def _read(self, keys: Sequence[str]) -> Iterator[bytearray]:
-        """Yield pages until one is missing; SGLang uses none behind it."""
-        labels = self._labels(keys)
-        begun: deque[Pending[_Read]] = deque()
-        began, hits, refused = time.perf_counter(), 0, CallFault.OPEN
-        for index in range(len(labels)):
-            for label in labels[index + len(begun) : index + _READ_AHEAD]:
-                pending = self._calls.start(functools.partial(self._read_object, label))
-                if isinstance(pending, CallFault):
-                    refused = pending
-                    break
-                begun.append(pending)
-            page = self._finish(begun.popleft()) if begun else refused
-            if not isinstance(page, bytearray):
-                self._note_missing(labels[index].name, page)
-                if isinstance(page, Fault):
-                    self._suspect(labels[index + 1 :])
+    def _chosen(self, keys: Sequence[str], stream: ChunkStream | None) -> list[PageLabel]:
+        """Return what to read of some pages, up to the first that is left."""
+        levels = self.levels
+        if stream is None or levels is None:
+            return self._objects.labels(keys, LEVEL)
+        dtype, labels = self._pages.form.dtype, []
+        for key in keys:
+            level = stream.level_of(key, lambda level: levels.share_of(level, dtype))
+            label = None if level is None else self._objects.names.label(key, level)
+            if label is None:
                 break
-            hits += 1
-            yield page
-        for pending in begun:
-            self._calls.drop(pending)
-        self._note_read(hits, time.perf_counter() - began)
-
-    def _finish(self, pending: Pending[_Read]) -> _Read | CallFault:
-        return self._calls.finish(pending)
-
-    def _read_object(self, label: PageLabel) -> _Read:
-        data = self._store.get().read(label.name)
-        return None if data is None else unpack(data, label, self._key)
-
-    def _note_missing(self, name: str, why: Fault | CallFault | None) -> None:
-        if why is None:
-            self.counters.add("misses")
-            return
-        self.counters.fault(why)
-        if why in (Fault.CORRUPT, Fault.MISMATCH):
-            # Or it would stay there: no backend writes over what it has.
-            logger.warning("sgl-blend: stored object %s is removed: %s", name, why)
-            gone = self._calls.call(lambda: self._store.get().remove(name))
-            self.counters.add("removed", int(not isinstance(gone, CallFault)))
-
-    def _suspect(self, labels: Sequence[PageLabel]) -> None:
-        """Look at pages once more before they are left as they are: what came before them is faulty."""
-        with self._lock:  # SGLang reads in one thread and writes in another
-            self._suspects.update(dict.fromkeys(label.name for label in labels))
-            while len(self._suspects) > _MOST_SUSPECTS:
-                del self._suspects[next(iter(self._suspects))]
-
-    def _is_stored(self, label: PageLabel) -> bool | CallFault:
-        """Tell whether a page is stored; one that is under suspicion is read, and removed if faulty."""
-        stored = self._calls.call(lambda: self._store.get().count([label.name]) == 1)
-        with self._lock:
-            is_suspect = label.name in self._suspects
-            self._suspects.pop(label.name, None)
-        if stored is not True or not is_suspect:
-            return stored
-        page = self._calls.call(lambda: self._read_object(label))
-        if isinstance(page, bytearray | CallFault):
-            return True
-        self._note_missing(label.name, page)
-        return False
-
-    def _note_read(self, hits: int, seconds: float) -> None:
-        if not hits:
-            return
-        num_bytes = hits * self._pages.form.page_bytes
-        self.counters.add("hits", hits)
-        self.counters.add_moved("read", num_bytes, seconds)
-        if self.observe is not None:
-            self.observe(num_bytes, seconds)
+            labels.append(label)
+        self.counters.add("left_for_text", len(keys) - len(labels))
+        return labels
 
     # --- writing ---
 
@@ -229,26 +216,35 @@ class CheckedPages:
                 break
         return stored
 
+    def will_write(self, keys: Sequence[str], position: int) -> None:
+        """Say that pages of a chunk are about to be written, so that they are coded.
+
+        Args:
+            keys: SGLang's hashes of neighbouring pages.
+            position: Of the first token of the first.
+        """
+        if self.levels is None:
+            return
+        tokens = self._pages.form.tokens
+        with self._lock:
+            for index, key in enumerate(keys):
+                self._positions[key] = position + index * tokens
+            while len(self._positions) > _MOST_EXPECTED:
+                del self._positions[next(iter(self._positions))]
+
     def _write(self, key: str, read: Callable[[], memoryview]) -> bool:
-        label = self._names.label(key)
-        if label is None:
-            self.counters.add("not_stored")
+        """Store a page at all of its levels; return whether it is stored at the coarsest."""
+        with self._lock:
+            position = self._positions.pop(key, None)
+        levels = self.levels
+        if levels is None or position is None:
+            return self._objects.write(key, LEVEL, read, 0)
+        # A disk that fills keeps the coarsest.
+        coarsest, *finer = reversed(levels.names)
+        if not self._objects.write(key, coarsest, read, position):
             return False
-        began = time.perf_counter()
-        stored = self._is_stored(label)
-        if stored is True:
-            return True
-        if stored is False:
-            # The page is copied here: after a call that is given up, it may be another's.
-            data = pack(read(), label, self._key)
-            stored = self._calls.call(lambda: self._store.get().write(label.name, data))
-        if isinstance(stored, CallFault):
-            self.counters.fault(stored)
-        if stored is not True:
-            self.counters.add("not_stored")
-            return False
-        self.counters.add("writes")
-        self.counters.add_moved("write", label.format.page_bytes, time.perf_counter() - began)
+        for level in finer:
+            self._objects.write(key, level, read, position)
         return True
 
     # --- the rest of HiCacheStorage ---
@@ -306,9 +302,11 @@ class CheckedPages:
             self._calls.call(made.close)
         self._calls.close()
 
-    def _labels(self, keys: Sequence[str]) -> list[PageLabel]:
-        found = [self._names.label(key) for key in keys]
-        return [label for label in found if label is not None] if None not in found else []
-
     def _slot(self, host_indices: torch.Tensor, index: int) -> int:
         return int(host_indices[index * self._pages.form.tokens])
+
+
+def _stream_of(extra_info: object) -> ChunkStream | None:
+    """Return the chunk that SGLang reads pages of, if it is one that was asked for in levels."""
+    order = getattr(extra_info, "prefix_keys", None)
+    return order.stream if isinstance(order, ReadOrder) else None

@@ -8,7 +8,8 @@ import torch
 
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS
 from sgl_blend.errors import UnsupportedError
-from sgl_blend.storage.container import ITEM_BYTES, PageFormat
+from sgl_blend.storage.container import PageFormat
+from sgl_blend.storage.frames import ITEM_BYTES
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of SGLang's --hicache-mem-layout. A page of page_head mixes what ranks of other servers own."""

@@ -9,8 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from sgl_blend.engine.checked_pages import ReadOrder
 from sgl_blend.engine.objects import Handle, Tree
+from sgl_blend.engine.storage import storage_of
 from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
+from sgl_blend.storage.codec.stored_levels import ChunkStream, RequestStream
 
 _WAIT_S = 0.001
 _MOST_WAITS = 3000
@@ -25,11 +28,13 @@ class Prefetch:
         name: An id that no other prefetch has, nor any request.
         handle: SGLang's CacheRequestHandle, by which the tree knows it.
         num_tokens: Tokens that were asked for: of them as many come as are stored from the first on.
+        chunk: Knows at which level it comes, if chunks are stored at levels.
     """
 
     name: str
     handle: Handle
     num_tokens: int
+    chunk: ChunkStream | None = None
 
 
 def has_storage(tree: Tree) -> bool:
@@ -52,6 +57,7 @@ def start_prefetch(
     *,
     salt: str | None,
     extra_key: str | None,
+    stream: RequestStream | None = None,
 ) -> Prefetch | None:
     """Ask storage for what device and host lack of a path.
 
@@ -61,6 +67,7 @@ def start_prefetch(
         token_ids: The path.
         salt: Its namespace.
         extra_key: SGLang's request class.
+        stream: The request that a chunk is asked for, if chunks are stored at levels.
 
     Returns:
         The prefetch; None if nothing is to be asked for, or if SGLang reads too much at present.
@@ -78,19 +85,24 @@ def start_prefetch(
     # so the limit stays low until everything is there; see with_own_limit.
     tree.prefetch_threshold = tree.page_size
     handle = CacheRequestHandle(rid=name, attempt_id=0)
-    passes_prefix = tree.hicache_storage_pass_prefix_keys
+    order, chunk = None, None
+    if tree.hicache_storage_pass_prefix_keys:
+        order = tree.get_prefix_hash_values(anchor)
+    if stream is not None and (storage := storage_of(tree)) is not None:
+        chunk = ChunkStream(stream, num_tokens // tree.page_size * storage.page_bytes)
+        order = ReadOrder(order or (), chunk)
     tree.prefetch_from_storage(
         handle,
         anchor,
         token_ids[matched:],
         tree.get_last_hash_value(anchor),
-        tree.get_prefix_hash_values(anchor) if passes_prefix else None,
+        order,
         matched_prefix_tokens=token_ids[:matched],
         extra_key=extra_key,
         cache_salt=salt or None,
     )
     if tree.has_ongoing_prefetch(handle):
-        return Prefetch(name, Handle(handle), num_tokens)
+        return Prefetch(name, Handle(handle), num_tokens, chunk)
     _forget(tree, name)
     return None
 
@@ -135,6 +147,15 @@ def namespace_of_node(tree: Tree, node: Handle) -> str | None:
     """Return the cache salt of a node."""
     salt: str | None = tree.tree_core.prefetch_anchor_info(node)[1]
     return salt
+
+
+def expect_chunk_pages(tree: Tree, node: Handle) -> None:
+    """Have pages of a chunk coded when they are written, which SGLang is about to order."""
+    if (storage := storage_of(tree)) is None or storage.levels is None:
+        return
+    spec = tree.tree_core.build_storage_backup_spec(node, True)
+    if spec is not None:
+        storage.will_write(spec.hash_value, len(spec.prefix_keys) * tree.page_size)
 
 
 def writes_in_flight(tree: Tree) -> frozenset[int]:

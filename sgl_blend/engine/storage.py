@@ -26,6 +26,7 @@ from sgl_blend.engine.storage_backends import (
 from sgl_blend.engine.tiers import storage_keys_hold_namespaces
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.storage.breaker import Breaker, GuardedCalls
+from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.storage.names import ObjectNames, Rank, StoreKey, WeightsInUse
 
 logger = logging.getLogger(__name__)
@@ -107,16 +108,20 @@ def weights_in_use(pool: Any) -> WeightsInUse:
     return found
 
 
-def name_stored_weights(tree: Tree, weights: str | None, identity: str) -> None:
+def name_stored_weights(
+    tree: Tree, weights: str | None, identity: str, levels: StoredLevels | None = None
+) -> None:
     """Say which weights a tree's KV is of from now on; None: nobody knows yet.
 
     Args:
         tree: With or without storage, which an operator may attach later.
         weights: Digest of this rank's weights.
         identity: A text that differs where the same weights give KV another meaning.
+        levels: At which chunks are stored; None: nothing is lost.
     """
     if getattr(getattr(tree, "cache_controller", None), "storage_host_pool", None) is not None:
-        stored_weights(tree).renew(weights, sha256(identity.encode()).hexdigest()[:16])
+        rotary = sha256(identity.encode()).hexdigest()[:16]
+        stored_weights(tree).renew(weights, rotary, levels)
 
 
 def stored_weights(tree: Tree) -> WeightsInUse:

@@ -25,6 +25,11 @@ class TPGroup:
         self._group = group if group is not None and group.world_size > 1 else None
 
     @property
+    def num_ranks(self) -> int:
+        """How many ranks there are."""
+        return 1 if self._group is None else int(self._group.world_size)
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return self._group is None or self._group.rank_in_group == 0

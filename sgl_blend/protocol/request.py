@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend.errors import RequestError
-from sgl_blend.settings.config import BlendConfig, check_policy, check_ratio
+from sgl_blend.settings.config import BlendConfig, check_milliseconds, check_policy, check_ratio
 
 PARAM_PREFIX = "sgl_blend"
 RESERVED_SALT = "sgl-blend:"
@@ -19,6 +19,8 @@ PARAMS = {
     "sgl_blend": "false serves this request in full; true is the default.",
     "sgl_blend_ratio": "A number from 0 to 1, in place of --blend-recompute-ratio.",
     "sgl_blend_policy": "A policy by name, in place of --blend-policy.",
+    "sgl_blend_slo_ms": "Milliseconds in which the first token is wanted, a positive number, in place "
+    "of --blend-ttft-slo-ms. Chunks come from storage at the finest level that is there in time.",
     "sgl_blend_spans": "Chunks by token offsets, a flat list [start0, end0, start1, end1, ...]. Spans "
     "ascend, hold a token at least and do not overlap. Separators then mark nothing.",
 }
@@ -46,6 +48,7 @@ class Overrides:
     ratio: float
     policy: str
     offsets: tuple[int, ...] | None
+    slo_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,13 @@ def parse_overrides(custom_params: Mapping[str, Any] | None, config: BlendConfig
     offsets = params.get("sgl_blend_spans")
     if offsets is not None:
         offsets = _check_offsets(offsets)
-    return Overrides(enabled=enabled, ratio=float(ratio), policy=policy, offsets=offsets)
+    slo_ms = params.get("sgl_blend_slo_ms", config.blend_ttft_slo_ms)
+    if slo_ms is not None:
+        check_milliseconds("sgl_blend_slo_ms", slo_ms, RequestError)
+        slo_ms = float(slo_ms)
+    return Overrides(
+        enabled=enabled, ratio=float(ratio), policy=policy, offsets=offsets, slo_ms=slo_ms
+    )
 
 
 def _check_offsets(offsets: Any) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import msgspec
 from sgl_blend.errors import ConfigError
 from sgl_blend.policies import NAMED, POLICIES
 from sgl_blend.settings.preset import load_profile
+from sgl_blend.storage.level_names import LEVEL_NAMES, LOSSLESS
 
 ENV_VAR = "SGLANG_BLEND_CONFIG"
 ATTRIBUTE = "_sgl_blend"
@@ -67,6 +68,14 @@ _HELP = {
     "access to it.",
     "blend_store_unchecked": "Let storage backends of HiCache whose objects are not checked run as "
     "they are. file and mooncake are always checked.",
+    "blend_store_profile": "File that sgl-blend codec profile wrote for this model. Chunks in a "
+    "storage backend are coded as it says, in a few bits per value. Exact prefixes never are, and with "
+    "--blend-on-miss build nothing is. A profile of other weights is refused.",
+    "blend_store_levels": "Levels at which chunks are stored, separated by commas: "
+    f"{', '.join(LEVEL_NAMES)}. Several let each request take the finest that is there in time. By "
+    "default the coarsest of the profile.",
+    "blend_ttft_slo_ms": "Milliseconds in which the first token is wanted. Chunks come from storage at "
+    "the finest level that is there in time. By default the smallest comes.",
     "blend_canary_max_kl": "Blending switches itself off above this mean KL of the last "
     "comparisons, in nats. By Pinsker's inequality 0.5 lets at most half of the first token's "
     "probability move.",
@@ -99,6 +108,9 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_allow_untested: bool = False
     blend_store_key_file: str | None = None
     blend_store_unchecked: bool = False
+    blend_store_profile: str | None = None
+    blend_store_levels: str | None = None
+    blend_ttft_slo_ms: float | None = None
 
     def __post_init__(self) -> None:
         check_ratio("blend_recompute_ratio", self.blend_recompute_ratio, ConfigError)
@@ -123,6 +135,10 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             f"blend_max_build_prefix must not be negative, got {self.blend_max_build_prefix}",
         )
         _require(self.blend_store_key_file != "", "blend_store_key_file must not be empty")
+        _require(self.blend_store_profile != "", "blend_store_profile must not be empty")
+        self._check_levels()
+        if self.blend_ttft_slo_ms is not None:
+            check_milliseconds("blend_ttft_slo_ms", self.blend_ttft_slo_ms, ConfigError)
         check_ratio("blend_canary_rate", self.blend_canary_rate, ConfigError)
         _require(
             0 < self.blend_canary_max_kl < math.inf,
@@ -134,6 +150,23 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
         idle = [] if self.enable_blend else self._changed()
         _require(not idle, f"{', '.join(idle)} has no effect without enable_blend")
+
+    def _check_levels(self) -> None:
+        if self.blend_store_levels is None:
+            return
+        for name in self.store_levels:
+            _require_choice("blend_store_levels", name, LEVEL_NAMES)
+            _require(
+                name == LOSSLESS or self.blend_store_profile is not None,
+                f"blend_store_levels {name} needs blend_store_profile",
+            )
+
+    @property
+    def store_levels(self) -> tuple[str, ...]:
+        """The levels that were asked for, as they were written; empty if none were."""
+        if self.blend_store_levels is None:
+            return ()
+        return tuple(name.strip() for name in self.blend_store_levels.split(","))
 
     def _changed(self) -> list[str]:
         return [
@@ -212,12 +245,23 @@ def check_ratio(name: str, value: Any, error: type[Exception]) -> None:
         raise error(f"{name} must be a number in [0, 1], got {value!r:.80}")
 
 
+def check_milliseconds(name: str, value: Any, error: type[Exception]) -> None:
+    """Raise error unless value is a positive, finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise error(f"{name} must be a positive number of milliseconds, got {value!r:.80}")
+
+
 def check_policy(name: str, value: Any, error: type[Exception], *, evaluation: bool) -> None:
     """Raise error unless value names a policy that this server offers."""
     if not isinstance(value, str) or value not in POLICIES:
         raise error(f"{name} must be one of {', '.join(NAMED)}, got {value!r:.80}")
     if POLICIES[value].evaluation_only and not evaluation:
         raise error(f"{name} {value} needs a server that was started with --blend-eval")
+
+
+_KINDS = {int: int, float: float, float | None: float}
+"""What the text of a flag becomes; by default it stays text."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -229,7 +273,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         if field.type is bool:
             group.add_argument(*flags, action="store_true", help=_HELP[field.name])
         else:
-            kind = field.type if field.type in (int, float) else str
+            kind = _KINDS.get(field.type, str)
             group.add_argument(*flags, type=kind, default=field.default, help=_HELP[field.name])
 
 

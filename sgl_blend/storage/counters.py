@@ -15,6 +15,8 @@ TOTALS = {
     "write_seconds": "Seconds in which they were written.",
     "not_stored": "Pages that could not be written.",
     "removed": "Faulty objects that were removed.",
+    "clipped": "Values beyond the outermost bin of a coded page.",
+    "left_for_text": "Pages that are stored and were left, because computing their text was faster.",
 }
 
 
@@ -26,6 +28,7 @@ class StorageCounters:
         self._totals: Counter[str] = Counter(dict.fromkeys(TOTALS, 0))
         self._seconds = {"read_seconds": 0.0, "write_seconds": 0.0}
         self._faults: Counter[str] = Counter()
+        self._levels: Counter[str] = Counter()
 
     def add(self, name: str, count: int = 1) -> None:
         """Add to a total of TOTALS."""
@@ -44,12 +47,18 @@ class StorageCounters:
             self._totals["read_bytes" if kind == "read" else "written_bytes"] += num_bytes
             self._seconds[f"{kind}_seconds"] += seconds
 
+    def add_level(self, level: str) -> None:
+        """Count a page that was read by its level."""
+        with self._lock:
+            self._levels[level] += 1
+
     def fault(self, reason: str) -> None:
         """Count a fault by its reason: of the container (Fault) or of a call (CallFault)."""
         with self._lock:
             self._faults[reason] += 1
 
     def snapshot(self) -> dict[str, int | float | dict[str, int]]:
-        """Return all totals by name, and the faults by reason."""
+        """Return all totals by name, the pages that were read by level, and the faults by reason."""
         with self._lock:
-            return {**self._totals, **self._seconds, "faults": dict(self._faults)}
+            parts = {"levels": dict(self._levels), "faults": dict(self._faults)}
+            return {**self._totals, **self._seconds, **parts}

@@ -84,7 +84,8 @@ class ArithmeticCoder:
                 symbols = bins.numpy().astype(np.int32).reshape(-1)
                 encoder.encode(symbols, self._family, self._table(first + offset, len(bins)))
         head = deflate(b"".join(anchors))
-        return _LENGTH.pack(len(head)) + head + encoder.get_compressed().tobytes()
+        words: bytes = encoder.get_compressed().tobytes()
+        return _LENGTH.pack(len(head)) + head + words
 
     def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> torch.Tensor | None:
         """Return their packed bytes."""

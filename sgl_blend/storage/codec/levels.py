@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_blend.errors import ConfigError
+from sgl_blend.storage.level_names import CODED, LEVEL_NAMES, LOSSLESS
 
 PROFILE_VERSION = 1
-LOSSLESS = "lossless"
 ANCHOR_TOKENS = 10
 """CacheGen §5.1: of so many tokens the first is the anchor of the others."""
 ANCHOR_BITS = 8
@@ -83,9 +83,8 @@ LEVELS = {
         Level("q4-2.0", 4, 2.0),
     )
 }
-"""From the finest to the coarsest."""
-
-LEVEL_NAMES = (LOSSLESS, *LEVELS)
+"""By name, from the finest to the coarsest."""
+assert tuple(LEVELS) == CODED, "levels and their names"
 
 
 class UnitScales(msgspec.Struct, array_like=True, forbid_unknown_fields=True, frozen=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from sgl_blend.storage.codec.entropy import PROBABILITY_BITS

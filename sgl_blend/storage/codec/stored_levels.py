@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
 from sgl_blend.storage.codec.coder import Coder, Rotation
-from sgl_blend.storage.codec.levels import LOSSLESS, CodecProfile
+from sgl_blend.storage.codec.levels import CodecProfile
 from sgl_blend.storage.container import PageFormat
 from sgl_blend.storage.frames import ITEM_BYTES
+from sgl_blend.storage.level_names import LOSSLESS
 
 _LOSSLESS_SHARE = 0.75
 """What a lossless page takes of its KV until one is seen."""
@@ -33,6 +34,7 @@ class StoredLevels:
     Attributes:
         names: Levels that are written, from the finest to the coarsest.
         readable: Levels that are looked for: KV that was stored losslessly serves too.
+        profile: Digest of the profile; empty without one.
     """
 
     def __init__(
@@ -40,16 +42,12 @@ class StoredLevels:
     ) -> None:
         self.names = tuple(names)
         self.readable = tuple(dict.fromkeys((LOSSLESS, *names)))
+        self.profile = "" if profile is None else profile.digest()
         self._profile = profile
         self._rotation = rotation
         self._lock = Lock()
         self._coders: dict[tuple[str, PageFormat], Coder] = {}
         self._shares: dict[str, float] = {}
-
-    @property
-    def profile(self) -> str:
-        """Digest of the profile; empty without one."""
-        return "" if self._profile is None else self._profile.digest()
 
     def are_of(self, weights: str) -> bool:
         """Tell whether the profile was measured on these weights."""

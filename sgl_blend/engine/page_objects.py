@@ -1,0 +1,238 @@
+"""Pages of KV as objects of a store: found, read, written and removed, and all of it counted."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from threading import Lock
+
+from sgl_blend.engine.storage_backends import LateStore
+from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
+from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
+from sgl_blend.storage.codec.stored_levels import ChunkStream, StoredLevels
+from sgl_blend.storage.container import LEVEL, PageFormat, PageLabel, pack, unpack
+from sgl_blend.storage.counters import StorageCounters
+from sgl_blend.storage.envelope import Fault
+from sgl_blend.storage.names import ObjectNames
+
+logger = logging.getLogger(__name__)
+
+Observer = Callable[[int, float], None]
+_READ_AHEAD = 2
+_LOSSLESS_SHARE = 0.75  # until a page is seen
+_STEP = 0.25
+_MOST_SUSPECTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page that came.
+
+    Attributes:
+        data: The bytes of [K/V, layer, token, head, channel].
+        level: It was coded at.
+        stored_bytes: Of its object.
+    """
+
+    data: bytearray
+    level: str
+    stored_bytes: int
+
+
+_Read = Page | Fault | None
+
+
+class PageObjects:
+    """The objects of one rank's pages.
+
+    Args:
+        store: The store of objects.
+        form: Of a page.
+        names: Of the objects.
+        calls: Makes all calls of the store.
+        key: 32 bytes that encrypt them, or None.
+
+    Attributes:
+        names: Of the objects.
+        counters: What happened.
+        observe: Called after each batch that was read, with its stored bytes and the seconds that
+            took, in SGLang's thread.
+        lossless_share: What a page that lost nothing takes of the bytes of its KV.
+    """
+
+    def __init__(
+        self,
+        store: LateStore,
+        form: PageFormat,
+        names: ObjectNames,
+        calls: GuardedCalls,
+        key: bytes | None,
+    ) -> None:
+        self.counters = StorageCounters()
+        self.observe: Observer | None = None
+        self.lossless_share = _LOSSLESS_SHARE
+        self.names = names
+        self._store = store
+        self._form = form
+        self._calls = calls
+        self._key = key
+        self._suspects: dict[str, None] = {}
+        self._lock = Lock()
+
+    @property
+    def levels(self) -> StoredLevels | None:
+        """At which chunks are stored; None: nothing is lost."""
+        return self.names.levels
+
+    def labels(self, keys: Sequence[str], level: str) -> list[PageLabel]:
+        """Return what the objects of pages say about themselves; nothing if that is not known."""
+        found = [self.names.label(key, level) for key in keys]
+        return [label for label in found if label is not None] if None not in found else []
+
+    def count(self, keys: Sequence[str], level: str) -> int:
+        """Return how many of the pages, from the first on, are stored at a level."""
+        labels = self.labels(keys, level)
+        if not labels:
+            return 0
+        names = [label.name for label in labels]
+        found = self._calls.call(lambda: self._store.get().count(names))
+        if isinstance(found, CallFault):
+            self.counters.fault(found)
+            return 0
+        return found
+
+    def read(self, labels: Sequence[PageLabel], stream: ChunkStream | None) -> Iterator[bytearray]:
+        """Yield pages until one is missing; SGLang uses none behind it."""
+        begun: deque[Pending[_Read]] = deque()
+        began, refused = time.perf_counter(), CallFault.OPEN
+        came: list[Page] = []
+        for index in range(len(labels)):
+            for label in labels[index + len(begun) : index + _READ_AHEAD]:
+                pending = self._calls.start(functools.partial(self._read_object, label))
+                if isinstance(pending, CallFault):
+                    refused = pending
+                    break
+                begun.append(pending)
+            page = self._finish(begun.popleft()) if begun else refused
+            if not isinstance(page, Page):
+                self._note_missing(labels[index].name, page)
+                if isinstance(page, Fault):
+                    self._suspect(labels[index + 1 :])
+                break
+            came.append(page)
+            yield page.data
+        for pending in begun:
+            self._calls.drop(pending)
+        self._note_read(came, stream, time.perf_counter() - began)
+
+    def _finish(self, pending: Pending[_Read]) -> _Read | CallFault:
+        return self._calls.finish(pending)
+
+    def _read_object(self, label: PageLabel) -> _Read:
+        data = self._store.get().read(label.name)
+        if data is None:
+            return None
+        size, levels = len(data), self.levels
+        if label.level == LEVEL:
+            page = unpack(data, label, self._key)
+        elif levels is None:  # the weights are others now
+            return None
+        else:
+            page = unpack_coded(data, label, levels.coder(label.level, label.format), self._key)
+        return page if isinstance(page, Fault) else Page(page, label.level, size)
+
+    def _note_missing(self, name: str, why: Fault | CallFault | None) -> None:
+        if why is None:
+            self.counters.add("misses")
+            return
+        self.counters.fault(why)
+        if why in (Fault.CORRUPT, Fault.MISMATCH):
+            # Or it would stay there: no backend writes over what it has.
+            logger.warning("sgl-blend: stored object %s is removed: %s", name, why)
+            gone = self._calls.call(lambda: self._store.get().remove(name))
+            self.counters.add("removed", int(not isinstance(gone, CallFault)))
+
+    def _suspect(self, labels: Sequence[PageLabel]) -> None:
+        """Look at pages once more before they are left as they are: what came before them is faulty."""
+        with self._lock:  # SGLang reads in one thread and writes in another
+            self._suspects.update(dict.fromkeys(label.name for label in labels))
+            while len(self._suspects) > _MOST_SUSPECTS:
+                del self._suspects[next(iter(self._suspects))]
+
+    def _is_stored(self, label: PageLabel) -> bool | CallFault:
+        """Tell whether a page is stored; one that is under suspicion is read, and removed if faulty."""
+        stored = self._calls.call(lambda: self._store.get().count([label.name]) == 1)
+        with self._lock:
+            is_suspect = label.name in self._suspects
+            self._suspects.pop(label.name, None)
+        if stored is not True or not is_suspect:
+            return stored
+        page = self._calls.call(lambda: self._read_object(label))
+        if isinstance(page, Page | CallFault):
+            return True
+        self._note_missing(label.name, page)
+        return False
+
+    def _note_read(self, came: Sequence[Page], stream: ChunkStream | None, seconds: float) -> None:
+        stored_bytes = sum(page.stored_bytes for page in came)
+        if stream is not None:
+            for page in came:
+                stream.read(page.level)
+            stream.ended(stored_bytes, seconds)
+        if not came:
+            return
+        each = self._form.page_bytes
+        for page in came:
+            self.counters.add_level(page.level)
+            if (levels := self.levels) is not None:
+                levels.saw(page.level, page.stored_bytes, each)
+        self.counters.add("hits", len(came))
+        self.counters.add_moved("read", len(came) * each, seconds)
+        if came[0].level == LEVEL:
+            self.lossless_share += _STEP * (came[0].stored_bytes / each - self.lossless_share)
+        if self.observe is not None:
+            self.observe(stored_bytes, seconds)
+
+    def write(self, key: str, level: str, read: Callable[[], memoryview], position: int) -> bool:
+        """Store a page at a level, unless it is; return whether it is stored.
+
+        Args:
+            key: SGLang's hash of the page.
+            level: At which it is coded.
+            read: Returns the bytes of the page.
+            position: Of its first token; of no account if nothing is lost.
+        """
+        label = self.names.label(key, level)
+        if label is None:
+            self.counters.add("not_stored")
+            return False
+        began = time.perf_counter()
+        stored = self._is_stored(label)
+        if stored is True:
+            return True
+        if stored is False:
+            # The page is copied here: after a call that is given up, it may be another's.
+            data = self._pack(read(), label, position)
+            stored = self._calls.call(lambda: self._store.get().write(label.name, data))
+        if isinstance(stored, CallFault):
+            self.counters.fault(stored)
+        if stored is not True:
+            self.counters.add("not_stored")
+            return False
+        self.counters.add("writes")
+        self.counters.add_moved("write", label.format.page_bytes, time.perf_counter() - began)
+        return True
+
+    def _pack(self, page: memoryview, label: PageLabel, position: int) -> bytearray:
+        levels = self.levels
+        if label.level == LEVEL or levels is None:
+            return pack(page, label, self._key)
+        coder = levels.coder(label.level, label.format)
+        data, clipped = pack_coded(page, label, coder, position, self._key)
+        levels.saw(label.level, len(data), label.format.page_bytes)
+        self.counters.add("clipped", clipped)
+        return data
