@@ -153,7 +153,7 @@ class StorageTier:
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         prefix = first.prefix_only
-        if keys and self._ask(arrival, prefix.path, prefix.salt, prefix.extra_key):
+        if keys and self._ask(arrival, prefix.path, prefix.salt, prefix.extra_key, coded=True):
             arrival.next_keys = keys
         else:
             self._ask_for_chunks(arrival, keys)
@@ -354,7 +354,7 @@ class StorageTier:
 
     def _ask_for_chunks(self, arrival: _Arrival, keys: Iterable[ChunkKey]) -> None:
         for key in dict.fromkeys(keys):
-            self._ask(arrival, key.path, key.salt, key.extra_key, key)
+            self._ask(arrival, key.path, key.salt, key.extra_key, key, coded=True)
 
     def _ask(
         self,
@@ -363,8 +363,10 @@ class StorageTier:
         salt: str | None,
         extra_key: str | None,
         key: ChunkKey | None = None,
+        *,
+        coded: bool = False,
     ) -> bool:
-        """Ask for a path; return whether something may come."""
+        """Ask for a path, which may be stored at levels; return whether something may come."""
         self._serial += 1
         name = f"{rid_of(arrival.req)}#{self._serial}"
         prefetch = start_prefetch(
@@ -373,7 +375,7 @@ class StorageTier:
             path,
             salt=salt,
             extra_key=extra_key,
-            stream=None if key is None else arrival.stream,
+            stream=arrival.stream if coded else None,
         )
         if prefetch is not None:
             arrival.coming[prefetch] = key

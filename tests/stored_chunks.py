@@ -37,7 +37,7 @@ def alike(report: dict[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in report.items()
-        if name not in ("host_tokens", "storage_tokens", "load_ms")
+        if name not in ("host_tokens", "storage_tokens", "chunk_levels", "load_ms")
     }
 
 

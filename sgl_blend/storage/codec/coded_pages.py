@@ -67,6 +67,8 @@ def pack_coded(
     form = label.format
     if memoryview(page).nbytes != form.page_bytes:
         raise ValueError(f"a page of {form} has {form.page_bytes} bytes, not {len(page)}")
+    if memoryview(page).readonly:
+        page = bytearray(page)  # torch views no other; nothing writes to it
     values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
     frames, parts, first, clipped = [], [], 0, 0
     for count in coder.frames:

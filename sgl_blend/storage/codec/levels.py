@@ -95,14 +95,12 @@ class UnitScales(msgspec.Struct, array_like=True, forbid_unknown_fields=True, fr
         sigma: Standard deviation of a channel.
         low: Its least value.
         high: Its largest value.
-        delta_sigma: Standard deviation of what is left of a channel when its anchor is taken off.
     """
 
     mean: bytes
     sigma: bytes
     low: bytes
     high: bytes
-    delta_sigma: bytes
 
 
 class LevelFigures(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -211,16 +209,16 @@ def _fault_of(profile: CodecProfile) -> str | None:
     ):
         return "its scales do not fit its shape"
     for unit in profile.units:
-        mean, sigma, low, high, delta = map(floats, _rows_of(unit))
-        if not all(np.isfinite(part).all() for part in (mean, sigma, low, high, delta)):
+        mean, sigma, low, high = map(floats, _rows_of(unit))
+        if not all(np.isfinite(part).all() for part in (mean, sigma, low, high)):
             return "a scale is not a number"
-        if (sigma <= 0).any() or (delta <= 0).any() or (high < low).any():
-            return "a scale is not positive"
+        if (sigma <= 0).any() or (high < low).any():
+            return "a scale is not positive, or a channel has no range"
     return next(filter(None, (_level_fault(profile, name) for name in profile.levels)), None)
 
 
 def _rows_of(unit: UnitScales) -> tuple[bytes, ...]:
-    return unit.mean, unit.sigma, unit.low, unit.high, unit.delta_sigma
+    return unit.mean, unit.sigma, unit.low, unit.high
 
 
 def _level_fault(profile: CodecProfile, name: str) -> str | None:

@@ -90,10 +90,9 @@ def make_unit_code(
         whole = torch.from_numpy(floats(data)).view(profile.heads, profile.dim)
         return whole[heads].contiguous()
 
-    is_direct = transform is Transform.DIRECT
-    sigma = row(scales.sigma if is_direct else scales.delta_sigma)
-    step = sigma * level.bin_of(index // 2, profile.layers)
-    mean = row(scales.mean) if is_direct else torch.zeros_like(step)
+    # Differences are rounded as finely as values are: transforms differ in size, not in error.
+    step = row(scales.sigma) * level.bin_of(index // 2, profile.layers)
+    mean = row(scales.mean) if transform is Transform.DIRECT else torch.zeros_like(step)
     low = row(scales.low)
     anchor_step = ((row(scales.high) - low) / _MOST_ANCHOR).clamp_(min=torch.finfo(step.dtype).tiny)
     return UnitCode(transform, level, step, mean - level.most * step, mean, low, anchor_step)
@@ -137,11 +136,11 @@ def decode_unit(data: torch.Tensor, code: UnitCode, tokens: int) -> torch.Tensor
     num = num_anchors(tokens)
     anchors = data[: num * heads * dim].view(num, heads, dim) * code.anchor_step
     anchors += code.low
-    out = torch.empty(tokens, heads, dim)
+    out, width = torch.empty(tokens, heads, dim), dim * code.level.bits // 8
     out[::ANCHOR_TOKENS] = anchors
     others = _is_other(tokens)
     owners = torch.arange(tokens)[others] // ANCHOR_TOKENS
-    deltas = _values(data[num * heads * dim :].view(tokens - num, heads, -1), code)
+    deltas = _values(data[num * heads * dim :].view(tokens - num, heads, width), code)
     out[others] = deltas.add_(anchors[owners])
     return out
 

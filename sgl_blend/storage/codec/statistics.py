@@ -8,7 +8,6 @@ import torch
 
 from sgl_blend.storage.codec.entropy import PROBABILITY_BITS
 from sgl_blend.storage.codec.levels import (
-    ANCHOR_TOKENS,
     CodecProfile,
     Level,
     Transform,
@@ -28,12 +27,10 @@ Unit = Sequence[torch.Tensor]
 def measure_scales(unit: Unit) -> UnitScales:
     """Measure what rounding needs to know of one (layer, K/V)."""
     whole = torch.cat(list(unit)).double()
-    deltas = torch.cat([_deltas(page) for page in unit]).double()
     low, high = whole.amin(0), whole.amax(0)
     margin = (high - low) / 16  # other pages reach beyond
     sigma = whole.std(0, correction=0).clamp(min=_LEAST_SIGMA)
-    delta_sigma = deltas.square().mean(0).sqrt().clamp(min=_LEAST_SIGMA) if len(deltas) else sigma
-    return UnitScales(*map(_row, (whole.mean(0), sigma, low - margin, high + margin, delta_sigma)))
+    return UnitScales(*map(_row, (whole.mean(0), sigma, low - margin, high + margin)))
 
 
 def choose_transform(
@@ -81,12 +78,6 @@ def ideal_bits(counts: torch.Tensor, trained: torch.Tensor) -> float:
     shares = trained + _UNSEEN
     shares /= shares.sum(-1, keepdim=True)
     return float(-(counts * shares.log2()).sum())
-
-
-def _deltas(page: torch.Tensor) -> torch.Tensor:
-    tokens = torch.arange(len(page))
-    others = tokens % ANCHOR_TOKENS != 0
-    return page[others] - page[tokens[others] // ANCHOR_TOKENS * ANCHOR_TOKENS]
 
 
 def _row(values: torch.Tensor) -> bytes:
