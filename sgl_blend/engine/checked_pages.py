@@ -38,12 +38,21 @@ class ReadOrder(list[str]):
         super().__init__(keys)
         self.stream = stream
 
+    def __bool__(self) -> bool:
+        return True  # SGLang hands on no prefix that is false
+
+    def copy(self) -> ReadOrder:
+        """Return what SGLang keeps of it."""
+        return ReadOrder(self, self.stream)
+
     def __add__(self, other: Any) -> ReadOrder:  # type: ignore[override]
         return ReadOrder([*self, *other], self.stream)
 
 
 _MOST_EXPECTED = 1_000_000
 """Pages that wait to be written, in a queue of SGLang that nothing bounds."""
+_MOST_STREAMS = 100_000
+"""Pages that were found and are not read yet."""
 _SETUP_S = 30.0
 _CLEAR_S = 60.0
 
@@ -73,6 +82,7 @@ class CheckedPages:
         secret = None if key is None else key.pages
         self._objects = PageObjects(store, pages.form, names, calls, secret)
         self._positions: dict[str, int] = {}
+        self._streams: dict[str, ChunkStream] = {}
         self._lock = Lock()
 
     def connect(self, backend: str) -> None:
@@ -144,6 +154,10 @@ class CheckedPages:
                 break
             stream.found(key, stored)
             found += 1
+        with self._lock:
+            self._streams.update(dict.fromkeys(keys[:found], stream))
+            while len(self._streams) > _MOST_STREAMS:
+                del self._streams[next(iter(self._streams))]
         return found
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -155,7 +169,7 @@ class CheckedPages:
     ) -> list[torch.Tensor | None]:
         """Fill SGLang's flat pages up to the first that is not there; after that all are None."""
         found: list[torch.Tensor | None] = [None] * len(keys)
-        for index, page in enumerate(self._objects.read(self._objects.labels(keys, LEVEL), None)):
+        for index, page in enumerate(self._objects.read(*self._chosen(keys))):
             self._pages.fill(target_locations[index], page)
             found[index] = target_locations[index]
         return found
@@ -165,17 +179,18 @@ class CheckedPages:
     ) -> list[bool]:
         """Put pages into the host pool up to the first that is not there."""
         found = [False] * len(keys)
-        stream = _stream_of(extra_info)
-        for index, page in enumerate(self._objects.read(self._chosen(keys, stream), stream)):
+        for index, page in enumerate(self._objects.read(*self._chosen(keys))):
             self._pages.write(self._slot(host_indices, index), page)
             found[index] = True
         return found
 
-    def _chosen(self, keys: Sequence[str], stream: ChunkStream | None) -> list[PageLabel]:
-        """Return what to read of some pages, up to the first that is left."""
+    def _chosen(self, keys: Sequence[str]) -> tuple[list[PageLabel], ChunkStream | None]:
+        """Return what to read of some pages, up to the first that is left, and for which chunk."""
         levels = self.levels
+        with self._lock:
+            stream = self._streams.get(keys[0]) if keys else None
         if stream is None or levels is None:
-            return self._objects.labels(keys, LEVEL)
+            return self._objects.labels(keys, LEVEL), None
         dtype, labels = self._pages.form.dtype, []
         for key in keys:
             level = stream.level_of(key, lambda level: levels.share_of(level, dtype))
@@ -184,7 +199,7 @@ class CheckedPages:
                 break
             labels.append(label)
         self.counters.add("left_for_text", len(keys) - len(labels))
-        return labels
+        return labels, stream
 
     # --- writing ---
 

@@ -1,0 +1,196 @@
+"""Chunks that are stored in few bits come back through the real engine; exact KV loses nothing."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+from codec_cases import profile_of
+from engines import StartEngine, model_folder, start_engine
+from harness import Answer, Driver, Prompt
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, chunk_kv, flush, prompt_of, same
+from stored_files import NEEDS_NAMESPACES, settings, slow_reads, store
+
+from sgl_blend.engine.models import decoder_layers
+from sgl_blend.engine.rotary import read_rotary_embedding
+from sgl_blend.engine.weights import weights_digest
+from sgl_blend.storage.codec.coder import Rotation
+from sgl_blend.storage.codec.levels import CodecProfile, write_profile
+from sgl_blend.storage.codec.quantiser import turn
+from sgl_blend.storage.container import PageFormat
+
+__all__ = ["model_folder", "start_engine", "store"]  # fixtures
+
+pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
+
+Measured = tuple[list[Any], str, torch.Tensor, bool]
+
+
+def _measure(driver: Driver, salt: str) -> Measured:
+    """Return KV of the chunks, the digest of the weights, and how keys are rotated."""
+    flush(driver)
+    ask(driver, salt)
+    own = driver.chunk_salt(salt)
+    kv = [driver.kv(SYSTEM + chunk, own) for chunk in CHUNKS]
+    runner = driver.scheduler.tp_worker.model_runner
+    embedding = read_rotary_embedding(decoder_layers(runner))
+    return kv, weights_digest(runner), embedding.table.float().cpu(), embedding.neox
+
+
+@pytest.fixture(scope="module")
+def profile(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a profile of the tiny model, from KV that its engine computed."""
+    kv, weights, rows, neox = start_engine(**settings()).call(_measure, "measured")
+    turned = Rotation(rows, neox)
+    pages = []
+    for layers in kv:
+        page = torch.stack(
+            [
+                torch.stack([k.float() for k, _ in layers]),
+                torch.stack([v.float() for _, v in layers]),
+            ]
+        )
+        cos, sin = turned.tables(0, page.shape[2])
+        for layer in range(page.shape[1]):
+            page[0, layer] = turn(page[0, layer], cos, -sin, neox=neox)
+        pages.append(page)
+    _, layers, tokens, heads, dim = pages[0].shape
+    form = PageFormat("float32", layers, tokens, heads, dim)
+    path = tmp_path_factory.mktemp("profile") / "model.sgbprofile"
+    write_profile(profile_of(form, weights=weights, pages=pages), path)
+    return path
+
+
+def coded(profile: Path, levels: str, **more: Any) -> dict[str, Any]:
+    return settings(blend_store_profile=str(profile), blend_store_levels=levels, **more)
+
+
+def _store_and_ask(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:
+    """Return answers and KV of a chunk before and after it was in storage alone."""
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    warm, kv = ask(driver, salt), chunk_kv(driver, salt)
+    flush(driver)
+    back = ask(driver, salt)
+    return warm, back, kv, chunk_kv(driver, salt)
+
+
+def _error(kv: list[Any], other: list[Any]) -> float:
+    pairs = [(x, y) for a, b in zip(kv, other, strict=True) for x, y in zip(a, b, strict=True)]
+    wrong = sum(float((x - y).square().sum()) for x, y in pairs)
+    return (wrong / sum(float(x.square().sum()) for x, _ in pairs)) ** 0.5
+
+
+@pytest.mark.parametrize("level", ["q8", "q4-2.0"])
+def test_chunks_come_back_about_as_they_were(
+    start_engine: StartEngine, profile: Path, store: Path, level: str
+) -> None:
+    before = set(store.iterdir())
+    engine = start_engine(**coded(profile, level))
+    warm, back, kv, kv_back = engine.call(_store_and_ask, f"back {level}")
+    assert back.report["storage_tokens"] > 0
+    assert back.report["chunk_levels"] == [level] * 3
+    assert warm.report["chunk_levels"] == []
+    assert back.report["chunk_hits"] == 3
+    least, most = {"q8": (1e-4, 0.05), "q4-2.0": (0.05, 0.8)}[level]
+    assert least < _error(kv, kv_back) < most
+    # Tokens beyond the last whole page were not stored.
+    new = [path for path in store.iterdir() if path not in before]
+    assert {path.name.split("_")[0].rsplit("-", 1)[0] for path in new} == {f"sgb2-{level}"}
+
+
+def test_lossless_levels_lose_nothing(start_engine: StartEngine, profile: Path) -> None:
+    engine = start_engine(**coded(profile, "lossless,q4"))
+    warm, back, kv, kv_back = engine.call(_store_with_slo, "finest", 1e6)
+    assert back.report["chunk_levels"] == ["lossless"] * 3
+    assert same(kv, kv_back)
+    assert back.logprobs == warm.logprobs
+
+
+def _store_with_slo(
+    driver: Driver, salt: str, slo_ms: float | None, seconds: float = 0.0
+) -> tuple[Answer, Answer, list[Any], list[Any]]:
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    warm, kv = ask(driver, salt), chunk_kv(driver, salt)
+    flush(driver)
+    prompt = _with(prompt_of(salt), sgl_blend_slo_ms=slo_ms)
+    with slow_reads(seconds):
+        (back,) = driver.ask(prompt)
+        driver.settle()
+    return warm, back, kv, chunk_kv(driver, salt)
+
+
+def _with(prompt: Prompt, **params: Any) -> Prompt:
+    given = {name: value for name, value in params.items() if value is not None}
+    return replace(prompt, params={**prompt.params, **given})
+
+
+def test_a_request_without_time_takes_the_coarsest(
+    start_engine: StartEngine, profile: Path
+) -> None:
+    engine = start_engine(**coded(profile, "q8,q4-2.0"))
+    for slo_ms, level in ((1e6, "q8"), (1e-3, "q4-2.0"), (None, "q4-2.0")):
+        _, back, _, _ = engine.call(_store_with_slo, f"slo {slo_ms}", slo_ms)
+        assert back.report["chunk_levels"] == [level] * 3, slo_ms
+
+
+def _exact_after_lossy(driver: Driver, salt: str) -> list[Answer]:
+    """Ask a plain prompt first, after coded traffic of the same tenant, and from storage."""
+    plain = Prompt([SYSTEM + CHUNKS[0] + CHUNKS[1] + QUESTION], salt=salt, max_new_tokens=4)
+    answers = []
+    for lossy in (False, True, True):
+        flush(driver)
+        if lossy:
+            ask(driver, salt)
+            ask(driver, salt, (1, 0, 2))
+        (answer,) = driver.ask(plain)
+        driver.settle()
+        answers.append(answer)
+    return answers
+
+
+def test_exact_prompts_are_bit_equal_after_coded_traffic(
+    start_engine: StartEngine, profile: Path
+) -> None:
+    first, *later = start_engine(**coded(profile, "q4-2.0")).call(_exact_after_lossy, "exact")
+    for answer in later:
+        assert answer.report["storage_tokens"] + answer.report["prefix_tokens"] > 0
+        assert answer.logprobs == first.logprobs
+
+
+def _store_on_a_full_disk(driver: Driver, salt: str) -> Answer:
+    stock = HiCacheFile.set
+
+    def full(self: Any, key: str, *args: Any, **more: Any) -> Any:
+        return False if key.startswith("sgb2-q8") else stock(self, key, *args, **more)
+
+    with patch.object(HiCacheFile, "set", full):
+        return _store_with_slo(driver, salt, 1e6)[1]
+
+
+def test_a_full_disk_keeps_the_coarsest_level(start_engine: StartEngine, profile: Path) -> None:
+    back = start_engine(**coded(profile, "q8,q4")).call(_store_on_a_full_disk, "full")
+    assert back.report["chunk_levels"] == ["q4"] * 3
+
+
+def test_with_build_nothing_is_lost(start_engine: StartEngine, profile: Path) -> None:
+    engine = start_engine(**coded(profile, "q4", blend_on_miss="build"))
+    warm, back, kv, kv_back = engine.call(_store_and_ask, "build")
+    assert same(kv, kv_back)
+    assert back.logprobs == warm.logprobs
+    assert back.report["storage_tokens"] > 0
+
+
+def test_a_profile_of_other_weights_is_refused(
+    start_engine: StartEngine, profile: Path, tmp_path: Path
+) -> None:
+    made = msgspec.msgpack.decode(profile.read_bytes(), type=CodecProfile)
+    other = tmp_path / "other"
+    write_profile(msgspec.structs.replace(made, weights="0" * 32), other)
+    with pytest.raises(Exception, match="other weights"):
+        start_engine(**coded(other, "q4"))
