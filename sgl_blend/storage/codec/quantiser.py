@@ -135,7 +135,8 @@ def decode_unit(data: torch.Tensor, code: UnitCode, tokens: int) -> torch.Tensor
     out[::ANCHOR_TOKENS] = anchors
     others = _is_other(tokens)
     owners = torch.arange(tokens)[others] // ANCHOR_TOKENS
-    deltas = _values(data[num * heads * dim :].view(tokens - num, heads, -1), code)
+    row = dim * code.level.bits // 8
+    deltas = _values(data[num * heads * dim :].view(tokens - num, heads, row), code)
     out[others] = deltas.add_(anchors[owners])
     return out
 
