@@ -20,7 +20,9 @@ from sgl_blend.kernels import (
     ragged_attention_triton,
     row_compaction_triton,
     segmented_topk_triton,
+    unquantise_triton,
 )
+from sgl_blend.kernels.bin_scales import BinScales
 from sgl_blend.kernels.delta_rope import address_table
 from sgl_blend.kernels.ragged_attention_fixed import MAX_REQUESTS, FixedRows
 
@@ -30,6 +32,7 @@ MODULES = (
     ragged_attention_triton,
     row_compaction_triton,
     segmented_topk_triton,
+    unquantise_triton,
 )
 HALF = torch.bfloat16
 
@@ -90,6 +93,16 @@ def launch_all(rows: list[int]) -> None:
         )
 
 
+def decode(pages: int, tokens: int) -> None:
+    """Launch the decoding of so many pages."""
+    ones = torch.ones(8, 128)
+    scales = BinScales(ones, ones, ones, ones, bits=4, has_anchors=True)
+    packed = torch.zeros(pages, scales.num_bytes(tokens), dtype=torch.uint8)
+    cos = torch.ones(pages, tokens, 64)
+    slots = torch.arange(1 + pages * tokens)[1:].view(pages, tokens)
+    unquantise_triton.unquantise_triton(packed, scales, (cos, cos, True), slots, pool())
+
+
 def launch_fixed(num_rows: int) -> None:
     """Launch what a graph of so many rows captures."""
     q, k, v = torch.zeros(num_rows, 32, 128, dtype=HALF), pool(), pool()
@@ -122,6 +135,8 @@ if __name__ == "__main__":
     only_compile()
     for rows in ([1], [1, 1], [16], [7, 0, 9, 1]):
         launch_all(rows)
+    for pages, tokens in ((1, 1), (1, 16), (2, 11), (3, 64)):
+        decode(pages, tokens)
     for num_rows in (64, 448, 1024):
         launch_fixed(num_rows)
     json.dump(count_variants(), sys.stdout)

@@ -41,6 +41,7 @@ def test_default_configurations_of_common_models_do_not_spill(tmp_path: Path) ->
     for op in (
         "copy_rotated_layers",
         "kv_deviation_at",
+        "unquantise",
         "segmented_topk",
         "compact_rows",
         "ragged_attention",
@@ -56,6 +57,7 @@ def assert_all_head_dimensions(done: subprocess.CompletedProcess[str], version: 
         for op in (f"ragged_attention bf16/bf16 d{dim} ", f"merge_splits {dim} "):
             assert op in done.stdout
         assert f"copy_rotated_layers bf16 neox 2x{dim} " in done.stdout
+        assert f"unquantise 4 bits anchors bf16 8x{dim} neox {dim} " in done.stdout
 
 
 @pytest.mark.slow

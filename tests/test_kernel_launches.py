@@ -20,6 +20,7 @@ def test_a_kernel_is_compiled_once_however_many_rows_and_requests_come(tmp_path:
     assert json.loads(done.stdout) == {
         "_copy_rotated_layers": 1,
         "_deviation": 1,
+        "_unquantise": 1,
         "_segmented_topk": 1,
         "_select_rows": 1,
         "_compact_rows": 1,

@@ -14,6 +14,7 @@ def test_every_kernel_is_timed_against_the_roof_of_its_device() -> None:
     assert [row.kernel.split()[0] for row in rows] == [
         "copy_rotated_layers",
         "kv_deviation_at",
+        "unquantise",
         "segmented_topk",
         "select_rows",
         "compact_rows",
@@ -33,7 +34,7 @@ def test_a_kernel_that_fails_costs_its_own_row_only(monkeypatch: pytest.MonkeyPa
     found = measure("cpu", ["tiny"])
 
     assert found.errors == ["compact_rows, tiny: out of resource"]
-    assert len(found.rows) == 5
+    assert len(found.rows) == 6
 
 
 def test_an_unknown_shape_is_refused() -> None:

@@ -4,9 +4,10 @@
 
 Prints what ptxas made of each: registers per thread, spilled bytes, shared memory, tensor-core and
 asynchronous-copy instructions, mean bytes of a global access. Exits with 1 if one does not compile, one
-spills that kernel_builds.py does not let spill, or a memory-bound kernel has narrow accesses. The
-interpreter that runs kernels in tests can see none of that. The Triton that compiles is the one that is
-imported: PYTHONPATH may name another (tests/test_compile_kernels.py).
+spills that kernel_builds.py does not let spill, a memory-bound kernel has narrow accesses, or products
+and sums are fused where each must be rounded. The interpreter that runs kernels in tests can see none
+of that. The Triton that compiles is the one that is imported: PYTHONPATH may name another
+(tests/test_compile_kernels.py).
 """
 
 import argparse
@@ -38,6 +39,7 @@ class Report:
     wgmma: int
     mma: int
     cp_async: int
+    fused: int
     mean_access: float
     seconds: float
 
@@ -61,11 +63,13 @@ def compile_build(build: Build, arch: int, max_registers: int | None = None) -> 
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(build.kernel, signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    options["enable_fp_fusion"] = build.fuses
     if max_registers is not None:
         options["maxnreg"] = max_registers
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spilled = read_registers(compiled.asm["cubin"])
+    cubin = compiled.asm["cubin"]
+    registers, spilled = read_registers(cubin)
     accesses = re.findall(r"(?:ld|st)\.global[.\w:]*?(?:\.v(\d))?\.[bu](\d+)", ptx)
     widths = [int(bits) // 8 * int(vector or 1) for vector, bits in accesses]
     return Report(
@@ -75,24 +79,29 @@ def compile_build(build: Build, arch: int, max_registers: int | None = None) -> 
         wgmma=len(re.findall(r"wgmma\.mma_async", ptx)),
         mma=len(re.findall(r"mma\.sync", ptx)),
         cp_async=len(re.findall(r"cp\.async\.c[ga]", ptx)),
+        fused=len(re.findall(r"\bFFMA\b", _dump(cubin, "-sass"))),
         mean_access=sum(widths) / max(1, len(widths)),
         seconds=time.perf_counter() - started,
     )
 
 
 def read_registers(cubin: bytes) -> tuple[int, int]:
-    """Ask cuobjdump, which comes with Triton, for registers per thread and bytes of stack."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    """Return registers per thread and bytes of stack."""
+    usage = _dump(cubin, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+).*LOCAL:(\d+)", usage)
     assert found, usage
     registers, stack, local = (int(number) for number in found.groups())
     return registers, stack + local
+
+
+def _dump(cubin: bytes, what: str) -> str:
+    """Ask cuobjdump, which comes with Triton."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True)
+        return done.stdout
 
 
 def as_row(label: str, report: Report) -> list[str]:
@@ -126,6 +135,8 @@ def main() -> int:
         table.add_row(*as_row(build.label, report))
         if report.spilled and not build.may_spill:
             failures.append(f"{build.label}: spills {report.spilled} bytes")
+        if report.fused and not build.fuses:
+            failures.append(f"{build.label}: fuses {report.fused} products with sums")
         if report.mean_access < build.least_mean_access:
             failures.append(
                 f"{build.label}: accesses of {report.mean_access:.1f} bytes in the mean"

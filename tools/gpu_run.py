@@ -39,6 +39,7 @@ FEW_TESTS = ["--maxfail", "3", "-k", "not torch.float16 and not torch.float32"]
 KERNEL_TESTS = (
     "tests/test_delta_rope_triton.py",
     "tests/test_kv_deviation_triton.py",
+    "tests/test_unquantise_triton.py",
     "tests/test_segmented_topk.py",
     "tests/test_row_compaction.py",
     "tests/test_ragged_attention_triton.py",

@@ -3,6 +3,7 @@
 Triton compiles a kernel anew for each type and constant. compile_kernels.py compiles this list.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from sgl_blend.kernels import (
     ragged_attention_triton,
     row_compaction_triton,
     segmented_topk_triton,
+    unquantise_triton,
 )
 from sgl_blend.kernels.ragged_attention_tiles import TileShape, choose_tile, padded_dim
 
@@ -46,6 +48,7 @@ class Build:
         num_stages: Depth of the software pipeline.
         least_mean_access: Bytes that a thread must read or write at once in the mean; less means
             that the compiler has lost sight of an alignment.
+        fuses: Whether a product and a sum may be rounded once.
         may_spill: Whether it may: slow, right, and run by no server that is fast in anything.
         quick: Whether it is in the short list.
     """
@@ -58,6 +61,7 @@ class Build:
     num_warps: int = 4
     num_stages: int = 3
     least_mean_access: float = 0.0
+    fuses: bool = True
     may_spill: bool = False
     quick: bool = False
 
@@ -148,6 +152,43 @@ def deviations() -> Iterator[Build]:
             aligned=("fresh_stride", "pool_stride"),
             least_mean_access=8,
             quick=dim == 128 and half in (0, 64) and neox,
+        )  # fmt: skip
+
+
+def decodings() -> Iterator[Build]:
+    """Coded keys and values of every kind and head dimension."""
+    half_precision = torch.bfloat16
+    styles = [(128, True), (128, False), (64, True), (32, True), (32, False), (None, True)]
+    shapes = [
+        *((dtype, 8, 128, *style) for dtype in (half_precision, torch.float16, torch.float32)
+          for style in styles),
+        *((half_precision, 8, dim, dim, True) for dim in HEAD_DIMS if dim != 128),
+        *((half_precision, 8, dim, None, True) for dim in HEAD_DIMS if dim != 128),
+        *((half_precision, 1, 128, rotary, True) for rotary in (128, None)),
+    ]  # fmt: skip
+    kinds = itertools.product((4, 8), (False, True), shapes)
+    for bits, anchors, (dtype, heads, dim, rotary, neox) in kinds:
+        half = dim // 2 if rotary is None else rotary // 2
+        turned = "v" if rotary is None else f"{'neox' if neox else 'gptj'} {rotary}"
+        coded = f"{bits} bits{' anchors' if anchors else ''}"
+        yield Build(
+            f"unquantise {coded} {_short(dtype)} {heads}x{dim} {turned}",
+            unquantise_triton._unquantise,
+            {
+                "packed_ptr": "*u8", "step_ptr": "*fp32", "base_ptr": "*fp32", "low_ptr": "*fp32",
+                "anchor_step_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32",
+                "slot_ptr": "*i64", "pool_ptr": POINTERS[dtype],
+            },
+            {
+                **unquantise_triton.constants(bits, anchors, rotary is not None, neox),
+                "NUM_HEADS": heads, "HEAD_DIM": dim, "HALF": half,
+                **delta_rope_triton.pair_blocks(heads, dim, half),
+            },
+            aligned=("page_stride", "pool_stride"),
+            least_mean_access=8,
+            fuses=False,
+            quick=bits == 4 and anchors and heads == 8 and dim == 128 and half == 64
+            and neox and dtype == torch.bfloat16,
         )  # fmt: skip
 
 
@@ -314,6 +355,7 @@ LISTS: tuple[Callable[[], Iterator[Build]], ...] = (
     copies,
     tables,
     deviations,
+    decodings,
     selections,
     compactions,
     attentions,

@@ -19,17 +19,21 @@ from typing import Any
 import torch
 from triton.errors import TritonError
 
+from sgl_blend.kernels.bin_scales import BinScales
 from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel, ragged_kernel
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import Segments, segmented_topk, select_rows
+from sgl_blend.kernels.unquantise import unquantise
 from sgl_blend.kernels.upload import to_device
 
 logger = logging.getLogger(__name__)
 
 _L2_BYTES = 256 << 20
 """More than any L2."""
+_PAGE_TOKENS = 64
+"""Of coded KV; slots of the prompt that fill no page are left out."""
 _HEAD_START_CYCLES = 1_000_000
 """About half a millisecond in which the host launches ahead: what is timed is the device."""
 
@@ -231,6 +235,7 @@ def works(shape: Shape, device: torch.device, *, compile_flashinfer: bool) -> It
     stored, own = slots[: shape.num_tokens], slots[shape.num_tokens :]
     yield _copy_work(shape, LayerPools(k, v), stored, own)
     yield _deviation_work(shape, v[0], stored)
+    yield _decoding_work(shape, k[0], own)
     yield _topk_work(shape, device)
     yield _selection_work(shape, device)
     yield _compaction_work(shape, device)
@@ -265,6 +270,23 @@ def _deviation_work(shape: Shape, pool: torch.Tensor, stored: torch.Tensor) -> W
     rows, slots = torch.arange(count, device=device), stored[:count]
     num_bytes = 2 * count * shape.kv_row_bytes + 4 * count
     return Work("kv_deviation_at", lambda: kv_deviation_at(fresh, rows, pool, slots), num_bytes, 0)
+
+
+def _decoding_work(shape: Shape, pool: torch.Tensor, own: torch.Tensor) -> Work:
+    """Keys of 4 bits with anchors: the coding that most levels choose, and the most work."""
+    pages, device, heads = shape.num_reused // _PAGE_TOKENS, own.device, pool.shape[1:]
+    step, base, low, anchor_step = steps = torch.rand(4, *heads, device=device)
+    scales = BinScales(step, base, low, anchor_step, bits=4, has_anchors=True)
+    size = (pages, scales.num_bytes(_PAGE_TOKENS))
+    packed = torch.randint(256, size, device=device, dtype=torch.uint8)
+    slots = own[: pages * _PAGE_TOKENS].view(pages, _PAGE_TOKENS)
+    angle = torch.rand(*slots.shape, shape.head_dim // 2, device=device)
+    rotation = angle.cos(), angle.sin(), True
+    # Bins, slots, tables and scales read; keys written.
+    num_bytes = packed.nbytes + slots.nbytes + 2 * angle.nbytes + steps.nbytes
+    num_bytes += slots.numel() * shape.kv_row_bytes
+    call = functools.partial(unquantise, packed, scales, rotation, slots, pool)
+    return Work("unquantise", call, num_bytes, 0)
 
 
 def _topk_work(shape: Shape, device: torch.device) -> Work:
