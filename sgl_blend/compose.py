@@ -62,6 +62,7 @@ from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
 from sgl_blend.storage.codec.coder import Rotation as StoredRotation
+from sgl_blend.storage.codec.collector import COLLECT
 from sgl_blend.storage.codec.levels import check_levels, read_profile
 from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.tuning.cost_model import CostModel, measure
@@ -247,6 +248,12 @@ def _stored_levels(
     if tp_group.num_ranks > 1:
         raise UnsupportedError("--blend-store-profile is not supported with --tp-size yet")
     profile = read_profile(Path(config.blend_store_profile))
+    embedding = fusion.rotation.embedding
+    rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
+    if profile.is_blank:
+        if not config.blend_eval:
+            raise ConfigError("--blend-store-profile: a blank profile is for evaluations only")
+        return StoredLevels([COLLECT], profile, rotation)
     model.settle()
     if profile.weights != model.weights:
         raise ConfigError(
@@ -259,8 +266,6 @@ def _stored_levels(
             f"--blend-store-profile {config.blend_store_profile} has no level: none was within its "
             f"budget of {profile.max_loss}"
         )
-    embedding = fusion.rotation.embedding
-    rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
     return StoredLevels(names, profile, rotation)
 
 

@@ -5,12 +5,13 @@ import sys
 from collections.abc import Sequence
 
 from sgl_blend.commands.bench.bench_command import add_bench
+from sgl_blend.commands.codec.codec_command import add_codec
 from sgl_blend.commands.evaluation.eval_command import add_eval
 from sgl_blend.commands.evaluation.verify_command import add_verify
 from sgl_blend.commands.planning.plan_storage_command import add_plan_storage
 from sgl_blend.errors import BlendError
 
-COMMANDS = (add_eval, add_verify, add_bench, add_plan_storage)
+COMMANDS = (add_eval, add_verify, add_bench, add_plan_storage, add_codec)
 """Each adds a subparser whose default ``run`` takes the parsed namespace and returns the status."""
 
 

@@ -188,7 +188,8 @@ class CheckedPages:
         """Return what to read of some pages, up to the first that is left, and for which chunk."""
         levels = self.levels
         with self._lock:
-            stream = self._streams.get(keys[0]) if keys else None
+            # The last page is the chunk's own; the first ones may be shared with others.
+            stream = self._streams.get(keys[-1]) if keys else None
         if stream is None or levels is None:
             return self._objects.labels(keys, LEVEL), None
         dtype, labels = self._pages.form.dtype, []

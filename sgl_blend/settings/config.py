@@ -3,7 +3,8 @@
 import argparse
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -281,3 +282,17 @@ def settings_from_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Collect the settings that add_flags put into a parsed namespace."""
     names = [field.name for field in msgspec.structs.fields(BlendConfig)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+@contextmanager
+def child_variable(name: str, value: str) -> Iterator[None]:
+    """Let processes that are started in the block see a variable of the environment."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

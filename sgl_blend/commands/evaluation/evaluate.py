@@ -241,26 +241,34 @@ def read_shape(settings: Settings) -> ModelShape:
     Raises:
         CommandError: There is no model, or it has no such check layer.
     """
+    shape = read_model_shape(settings.model_path, settings.engine_args)
+    for check_layer in settings.check_layers:
+        if check_layer >= shape.num_layers - 1:
+            raise CommandError(
+                f"check layer {check_layer} must be below the last of the model's "
+                f"{shape.num_layers} layers"
+            )
+    return shape
+
+
+def read_model_shape(model_path: str, engine_args: Mapping[str, Any]) -> ModelShape:
+    """Read a model's config.
+
+    Raises:
+        CommandError: There is no model.
+    """
     from transformers import AutoConfig
 
-    if settings.model_path.startswith(("/", ".")) and not Path(settings.model_path).is_dir():
-        raise CommandError(f"there is no model folder {settings.model_path}")
+    if model_path.startswith(("/", ".")) and not Path(model_path).is_dir():
+        raise CommandError(f"there is no model folder {model_path}")
     try:
         config = AutoConfig.from_pretrained(
-            settings.model_path,
-            trust_remote_code=bool(settings.engine_args.get("trust_remote_code", False)),
+            model_path, trust_remote_code=bool(engine_args.get("trust_remote_code", False))
         ).get_text_config()
     except (OSError, ValueError) as err:
         reason = str(err).strip().splitlines()[0]
-        raise CommandError(f"no model in {settings.model_path}: {reason}") from None
-    num_layers = int(config.num_hidden_layers)
-    for check_layer in settings.check_layers:
-        if check_layer >= num_layers - 1:
-            raise CommandError(
-                f"check layer {check_layer} must be below the last of the model's "
-                f"{num_layers} layers"
-            )
-    return ModelShape(num_layers=num_layers, vocab_size=int(config.vocab_size))
+        raise CommandError(f"no model in {model_path}: {reason}") from None
+    return ModelShape(num_layers=int(config.num_hidden_layers), vocab_size=int(config.vocab_size))
 
 
 def _ignore(what: str, answered: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
@@ -19,6 +20,8 @@ from sgl_blend.settings.config import BlendConfig
 
 CPU_DEFAULTS: dict[str, Any] = {**CPU_SETTINGS, "mem_fraction_static": 0.3}
 """Engine arguments for a machine without CUDA."""
+
+_MOST_FLUSHES, _FLUSH_PAUSE_S = 600, 0.1
 
 OWN_ARGS = ("model_path", "enable_blend", "blend_on_miss", "blend_check_layer")
 """Engine arguments that BlendEngine sets itself."""
@@ -50,6 +53,7 @@ class BlendEngine:
         model_path: Folder or name of the model.
         check_layer: The server's ``--blend-check-layer``.
         build_prefix: The server's ``--blend-build-prefix``.
+        on_miss: The server's ``--blend-on-miss``. With "compute" answers depend on what was asked.
         engine_args: Further keyword arguments of ``sglang.Engine``.
     """
 
@@ -59,12 +63,14 @@ class BlendEngine:
         *,
         check_layer: int,
         build_prefix: str,
+        on_miss: str = "build",
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = {
             **({} if torch.cuda.is_available() else CPU_DEFAULTS),
             **(engine_args or {}),
             **blend_settings(check_layer, build_prefix),
+            "blend_on_miss": on_miss,
             "model_path": model_path,
             "custom_sigquit_handler": _raise_start_error,
         }
@@ -165,6 +171,18 @@ class BlendEngine:
         """Return the plugin's settings and totals, as in ``/server_info``."""
         info: dict[str, Any] = self._engine.get_server_info()["internal_states"][0]["sgl_blend"]
         return info
+
+    def flush(self) -> None:
+        """Let nothing be cached but what is in storage.
+
+        Raises:
+            CommandError: The engine does not come to rest.
+        """
+        for _ in range(_MOST_FLUSHES):
+            if self._engine.flush_cache().success:
+                return
+            time.sleep(_FLUSH_PAUSE_S)
+        raise CommandError("the engine's cache could not be flushed")
 
     def _generate(
         self,

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sgl_blend.storage.codec.coder import Coder
+from sgl_blend.storage.codec.coder import PageCoder
 from sgl_blend.storage.container import PageLabel, read_header, units_of, with_header
 from sgl_blend.storage.envelope import Bytes, Fault, seal, unseal
 from sgl_blend.storage.frames import ITEM_BYTES, grow, shrink
@@ -30,7 +30,9 @@ class _Frame(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     size: int
 
 
-class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What an object says about itself; as PageLabel, and where its first token stands."""
+
     level: str
     dtype: str
     shape: tuple[int, int, int, int, int]
@@ -43,11 +45,11 @@ class _Header(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Header).decode
+_decode = msgspec.msgpack.Decoder(Header).decode
 
 
 def pack_coded(
-    page: Bytes, label: PageLabel, coder: Coder, position: int, key: bytes | None = None
+    page: Bytes, label: PageLabel, coder: PageCoder, position: int, key: bytes | None = None
 ) -> tuple[bytearray, int]:
     """Make the object of a page.
 
@@ -82,7 +84,7 @@ def pack_coded(
         frames.append(_Frame(count, codec, sum(map(len, data))))
         parts += data
         first += count
-    header = _Header(
+    header = Header(
         label.level,
         form.dtype,
         form.shape,
@@ -98,7 +100,7 @@ def pack_coded(
 
 
 def unpack_coded(
-    data: Bytes, label: PageLabel, coder: Coder, key: bytes | None = None
+    data: Bytes, label: PageLabel, coder: PageCoder, key: bytes | None = None
 ) -> bytearray | Fault:
     """Read the page of an object, whatever its bytes are.
 
@@ -130,7 +132,15 @@ def unpack_coded(
     return _join(header, rest, label, coder) or Fault.CORRUPT
 
 
-def _is_of(header: _Header, label: PageLabel) -> bool:
+def read_body(data: memoryview) -> tuple[Header, memoryview] | None:
+    """Return the header and the frames of an object that nobody has a name for."""
+    found = unseal(data, "", None)
+    if isinstance(found, Fault) or found[0] != FORMAT_VERSION:
+        return None
+    return read_header(found[1], _decode)
+
+
+def _is_of(header: Header, label: PageLabel) -> bool:
     form = label.format
     return (header.dtype, header.shape) == (form.dtype, form.shape) and (
         header.level,
@@ -141,7 +151,7 @@ def _is_of(header: _Header, label: PageLabel) -> bool:
     ) == (label.level, label.name, label.weights, label.rotary, label.profile)
 
 
-def _join(header: _Header, data: memoryview, label: PageLabel, coder: Coder) -> bytearray | None:
+def _join(header: Header, data: memoryview, label: PageLabel, coder: PageCoder) -> bytearray | None:
     """Return the page of these frames; None if they are not what its format asks for."""
     form, frames = label.format, header.frames
     if [frame.units for frame in frames] != coder.frames or not coder.knows(header.position):

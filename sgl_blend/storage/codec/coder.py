@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -22,6 +23,9 @@ from sgl_blend.storage.codec.quantiser import (
     turn,
 )
 from sgl_blend.storage.container import FRAME_BYTES, PageFormat
+
+Coded: TypeAlias = tuple[bytes, int] | None
+"""A frame and how many of its values were clipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,25 @@ class Rotation:
         """
         positions = torch.arange(first, first + tokens)
         return delta_rope_tables(self.table, torch.zeros_like(positions), positions)
+
+
+class PageCoder(Protocol):
+    """Codes the pages of one rank of one model; see Coder."""
+
+    @property
+    def frames(self) -> list[int]:
+        """How many (layer, K/V) each frame of a page holds."""
+
+    def knows(self, position: int) -> bool:
+        """Tell whether keys can be rotated to the positions of a page."""
+
+    def encode(self, page: torch.Tensor, first: int, count: int, position: int) -> Coded:
+        """Code neighbouring units of a page."""
+
+    def decode(
+        self, data: memoryview, page: torch.Tensor, first: int, count: int, position: int
+    ) -> bool:
+        """Put neighbouring units into a page; return whether the frame holds just these."""
 
 
 class Coder:
@@ -141,10 +164,6 @@ class Coder:
             page[kind, layer] = unit.to(self._dtype)
             begin += size
         return True
-
-
-Coded = tuple[bytes, int] | None
-"""A frame and how many of its values were clipped."""
 
 
 def _frames_of(sizes: Sequence[int]) -> list[int]:

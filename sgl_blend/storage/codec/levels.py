@@ -154,6 +154,11 @@ class CodecProfile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     levels: dict[str, LevelFigures]
 
     @property
+    def is_blank(self) -> bool:
+        """Whether nothing was measured yet: pages are collected by it."""
+        return self.layers == 0
+
+    @property
     def channels(self) -> int:
         """Channels of K or V of one token in one layer."""
         return self.heads * self.dim
@@ -196,9 +201,16 @@ def read_profile(path: Path) -> CodecProfile:
     return profile
 
 
+def blank_profile() -> CodecProfile:
+    """Return a profile by which a server collects pages, for one that is to be made."""
+    return CodecProfile(PROFILE_VERSION, "", 0, 0, 0, "", 0, 0.0, int(Entropy.ZSTD), [], {})
+
+
 def _fault_of(profile: CodecProfile) -> str | None:
     if profile.v != PROFILE_VERSION:
         return f"it is of version {profile.v}, expected {PROFILE_VERSION}"
+    if profile == blank_profile():
+        return None
     num_units, row = 2 * profile.layers, 4 * profile.channels
     if min(profile.layers, profile.heads, profile.dim) < 1 or profile.dim % 2:
         return "its shape is not that of a model"

@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
-from sgl_blend.storage.codec.coder import Coder, Rotation
+from sgl_blend.storage.codec.coder import Coder, PageCoder, Rotation
+from sgl_blend.storage.codec.collector import Collector
 from sgl_blend.storage.codec.levels import CodecProfile
 from sgl_blend.storage.container import PageFormat
 from sgl_blend.storage.frames import ITEM_BYTES
@@ -41,26 +42,31 @@ class StoredLevels:
         self, names: Sequence[str], profile: CodecProfile | None, rotation: Rotation | None
     ) -> None:
         self.names = tuple(names)
-        self.readable = tuple(dict.fromkeys((LOSSLESS, *names)))
+        coded = () if profile is not None and profile.is_blank else names
+        self.readable = tuple(dict.fromkeys((LOSSLESS, *coded)))
         self.profile = "" if profile is None else profile.digest()
         self._profile = profile
         self._rotation = rotation
         self._lock = Lock()
-        self._coders: dict[tuple[str, PageFormat], Coder] = {}
+        self._coders: dict[tuple[str, PageFormat], PageCoder] = {}
         self._shares: dict[str, float] = {}
 
     def are_of(self, weights: str) -> bool:
         """Tell whether the profile was measured on these weights."""
-        return self._profile is not None and self._profile.weights == weights
+        profile = self._profile
+        return profile is not None and (profile.is_blank or profile.weights == weights)
 
-    def coder(self, level: str, form: PageFormat) -> Coder:
+    def coder(self, level: str, form: PageFormat) -> PageCoder:
         """Return what codes pages at a level that is not lossless."""
         assert self._profile is not None, f"no profile for {level}"
         assert self._rotation is not None, f"no rotation for {level}"
         with self._lock:
             coder = self._coders.get((level, form))
             if coder is None:
-                coder = Coder(self._profile, level, form, self._rotation)
+                if self._profile.is_blank:
+                    coder = Collector(form, self._rotation)
+                else:
+                    coder = Coder(self._profile, level, form, self._rotation)
                 self._coders[level, form] = coder
         return coder
 
@@ -69,7 +75,7 @@ class StoredLevels:
         with self._lock:
             if (seen := self._shares.get(level)) is not None:
                 return seen
-        if level == LOSSLESS or self._profile is None:
+        if self._profile is None or level not in self._profile.levels:
             return _LOSSLESS_SHARE
         return self._profile.levels[level].bits_per_element / 8 / ITEM_BYTES[dtype]
 

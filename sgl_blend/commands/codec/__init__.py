@@ -1,0 +1,1 @@
+"""``sgl-blend codec``: measure how a model's KV is coded, and what that loses."""
