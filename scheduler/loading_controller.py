@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.tuning.links import LinkClock, LinkSpeed, TimedLoad, deadline_s
 from sgl_blend.tuning.load_choice import MAX_RATIO, Choice, Ratios, choose
-from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Prompt, Step, step_seconds
+from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -72,22 +72,6 @@ class LoadingController:
         Even where nothing is worth a wait it hears that storage holds nothing for it.
         """
         return min(deadline_s(choice.wait_s), max(choice.patience_s, deadline_s(0.0)))
-
-    @property
-    def storage_bytes_per_s(self) -> float:
-        """What storage gives, in stored bytes a second, by what this rank has seen."""
-        return self._storage.speed.bytes_per_s
-
-    def seconds_of(self, num_tokens: int, num_reused: int, ratio: float) -> float:
-        """Return how long a prefill takes whose chunks are all on the device.
-
-        Args:
-            num_tokens: That are computed anyway.
-            num_reused: Tokens of chunks.
-            ratio: Share of them that is computed again.
-        """
-        step = Step(max(1, num_tokens), num_reused)
-        return step_seconds(step, ratio, self._times, self._host.speed)
 
     def host_loaded(self, num_bytes: int, seconds: float) -> None:
         """Take note of how long a load from host memory took."""

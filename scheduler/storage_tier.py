@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,25 +35,24 @@ from sgl_blend.engine.prefetch import (
 from sgl_blend.engine.requests import prompt_ids, rid_of
 from sgl_blend.engine.rounds import is_queued, is_serving
 from sgl_blend.engine.storage import name_stored_weights, storage_of
-from sgl_blend.engine.tiers import finished_loads, has_host_tier, host_token_bytes
+from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
+from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.request_state import RequestState
-from sgl_blend.storage.codec.stored_levels import RequestStream, StoredLevels
+from sgl_blend.storage.codec.stored_levels import RequestStream
 from sgl_blend.tuning.loading import Chunk, Place
 
 _MOST_WAIT_S = 2.0
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
-_UNKNOWN_BYTES_PER_S = 1e9
-"""What a store gives where nobody has measured it, until the first chunk has come."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +97,7 @@ class StorageTier:
         controller: Chooses what is worth loading; None to ask for everything.
         pieces: Prefills what stands before it.
         metrics: Where the totals of storage are published.
-        levels: At which chunks are stored; None: nothing is lost.
+        levels: Chooses the levels at which chunks come; None: nothing is lost.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class StorageTier:
         controller: LoadingController | None,
         pieces: Pieces,
         metrics: StorageMetrics,
-        levels: StoredLevels | None = None,
+        levels: LevelChoice | None = None,
     ) -> None:
         self._levels = levels
         self._pieces = pieces
@@ -129,7 +128,6 @@ class StorageTier:
         self._serial = 0
         self._is_named = False
         self._old_writes: frozenset[int] = frozenset()
-        self._token_bytes = host_token_bytes(tree) if has_host_tier(tree) else 0
         self._name_weights()
 
     @property
@@ -149,7 +147,8 @@ class StorageTier:
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
         keys, patience_s, in_pieces = self._choose(state, covered)
-        arrival = _Arrival(req, state, patience_s, in_pieces, self._stream(state, keys))
+        stream = None if self._levels is None or not keys else self._levels.stream(state, keys)
+        arrival = _Arrival(req, state, patience_s, in_pieces, stream)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         prefix = first.prefix_only
@@ -224,7 +223,8 @@ class StorageTier:
         self._old_writes &= writes_in_flight(self._tree)
         if not self._old_writes:
             weights, identity = self._model.weights, self._model.identity
-            name_stored_weights(self._tree, weights, identity, self._levels)
+            levels = None if self._levels is None else self._levels.levels
+            name_stored_weights(self._tree, weights, identity, levels)
             self._is_named = True
 
     def describe(self) -> dict[str, Any] | None:
@@ -263,26 +263,6 @@ class StorageTier:
             namespace_of_node(self._tree, node), self._model.fingerprint
         ):
             expect_chunk_pages(self._tree, node)
-
-    def _stream(self, state: RequestState, keys: Sequence[ChunkKey]) -> RequestStream | None:
-        """Return what chooses the levels of a request's chunks."""
-        if self._levels is None or not keys:
-            return None
-        chosen = set(keys)
-        tokens = sum(len(s) for k, s in zip(state.keys, state.spans, strict=True) if k in chosen)
-        reused = sum(map(len, state.spans))
-        controller = self._controller
-        if controller is None:
-            deadline_s = None if state.slo_s is None else state.since_s + state.slo_s
-            return RequestStream(deadline_s, tokens * self._token_bytes, _UNKNOWN_BYTES_PER_S)
-        compute_s = controller.seconds_of(state.num_tokens - reused, reused, state.ratio)
-        deadline_s = None if state.slo_s is None else state.since_s + state.slo_s - compute_s
-
-        def text_s(kv_bytes: int) -> float:
-            return controller.seconds_of(kv_bytes // self._token_bytes, 0, 0.0)
-
-        rate = controller.storage_bytes_per_s
-        return RequestStream(deadline_s, tokens * self._token_bytes, rate, text_s)
 
     def _choose(
         self, state: RequestState, covered: int

@@ -50,6 +50,7 @@ from sgl_blend.scheduler.build_steps import StepPlanner
 from sgl_blend.scheduler.builds import ChunkBuilder, step_tokens
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.intake import Intake
+from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
@@ -87,6 +88,7 @@ class _Fusion:
         fusor: Runs it.
         memory_tokens: Of how many tokens it can remember deviations.
         cost_model: When it is faster than a full prefill; None if that does not count.
+        times: What a prefill takes; None if nothing goes by it.
         sizes: Numbers of rows that it multiplies well.
         rotation: Of its keys.
         described: For /server_info.
@@ -95,6 +97,7 @@ class _Fusion:
     fusor: Fusor
     memory_tokens: int
     cost_model: CostModel | None
+    times: CostModel | None
     sizes: RowSizes
     rotation: Rotation
     described: dict[str, Any]
@@ -179,7 +182,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         controller,
         pieces,
         StorageMetrics(**publish),
-        _stored_levels(config, fusion, model, tp_group),
+        _level_choice(config, fusion, facts, model, tp_group),
     )
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
@@ -269,21 +272,37 @@ def _stored_levels(
     return StoredLevels(names, profile, rotation)
 
 
+def _model_times(times: CostModel, fusion: _Fusion, token_bytes: int) -> ModelTimes:
+    layers = fusion.fusor.layers
+    return ModelTimes(
+        layers.total, layers.check, token_bytes // layers.total, times.layer_s, times.copy_s
+    )
+
+
+def _level_choice(
+    config: BlendConfig,
+    fusion: _Fusion,
+    facts: ServerFacts,
+    model: LoadedModel,
+    tp_group: TPGroup,
+) -> LevelChoice | None:
+    """Return what chooses the levels of chunks; None: nothing is lost."""
+    levels = _stored_levels(config, fusion, model, tp_group)
+    if levels is None or not has_host_tier(facts.tree):
+        return None
+    assert fusion.times is not None, "measured for a profile"
+    token_bytes = host_token_bytes(facts.tree)
+    return LevelChoice(levels, _model_times(fusion.times, fusion, token_bytes), token_bytes)
+
+
 def _loading_controller(
     fusion: _Fusion, facts: ServerFacts, tp_group: TPGroup
 ) -> LoadingController | None:
     """Measure how fast host memory is; None where everything that is found is loaded."""
-    cost_model, layers = fusion.cost_model, fusion.fusor.layers
-    if cost_model is None or not has_host_tier(facts.tree):
+    if fusion.cost_model is None or not has_host_tier(facts.tree):
         return None
     token_bytes = host_token_bytes(facts.tree)
-    times = ModelTimes(
-        layers.total,
-        layers.check,
-        token_bytes // layers.total,
-        cost_model.layer_s,
-        cost_model.copy_s,
-    )
+    times = _model_times(fusion.cost_model, fusion, token_bytes)
     trial = [TimedLoad(*load) for load in trial_loads(facts.tree)]
     return LoadingController(times, fit_speed(trial), token_bytes, tp_group)
 
@@ -317,19 +336,21 @@ def _make_fusion(
         graphs.capture()
         if graphs.buckets:
             run_trial(fusor, scheduler, config)  # once more, now with them
-    cost_model = None
-    if config.blend_when == "faster" and config.blend_on_miss != "build":
-        cost_model = CostModel(
-            measure(runner, layers[-1], pools, kernel, rotation, tp_group), split
-        )
+    may_depend = config.blend_on_miss != "build"
+    goes_by_times = config.blend_when == "faster" or config.blend_store_profile is not None
+    times = None
+    if may_depend and goes_by_times:
+        times = CostModel(measure(runner, layers[-1], pools, kernel, rotation, tp_group), split)
+    cost_model = times if config.blend_when == "faster" else None
     sizes = NO_SIZES
-    if config.blend_on_miss != "build":  # an answer may not depend on how fast this machine was
+    if may_depend:  # else an answer may not depend on how fast this machine was
         sizes = measure_sizes(runner, layers[-1], pools.v[0].device, tp_group)
     ratio = config.blend_recompute_ratio
     return _Fusion(
         fusor,
         len(memory),
         cost_model,
+        times,
         sizes,
         rotation,
         {

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from sgl_blend.errors import ConfigError
-from sgl_blend.storage.codec import coded_pages
+from sgl_blend.storage.codec import coded_pages, fast
 from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
 from sgl_blend.storage.codec.coder import Coder
 from sgl_blend.storage.codec.levels import (
@@ -223,6 +223,39 @@ def test_turning_back_is_no_turn() -> None:
         there = turn(x, cos, sin, neox=neox)
         assert (turn(there, cos, -sin, neox=neox) - x).abs().max() < 1e-5
         assert (there - x).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 8), (3, 16, 2, 64), (8, 5, 3, 16)])
+def test_numba_agrees_bit_for_bit(
+    dtype: str, neox: bool, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    form = PageFormat(dtype, *sizes)
+    profile = profile_of(form)
+    pages = []
+    for has_numba in (True, False):
+        monkeypatch.setattr(fast, "is_available", lambda has_numba=has_numba: has_numba)
+        coder = Coder(profile, "q4-1.5", form, rotation(form, neox=neox))
+        page, _ = page_at(form, rotation(form, neox=neox), POSITION, 5)
+        label = label_of(form, profile, "q4-1.5")
+        data, _ = pack_coded(page, label, coder, POSITION)
+        pages.append(unpack_coded(data, label, coder))
+    assert isinstance(pages[0], bytearray)
+    assert pages[0] == pages[1]
+
+
+def test_numba_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    seen = []
+    stock = fast.decode
+    monkeypatch.setattr(fast, "decode", lambda *args: (seen.append(1), stock(*args))[1])
+    round_trip(FORM, "q4")
+    assert seen
+    seen.clear()
+    round_trip(FORM, "q8")
+    assert not seen
 
 
 # --- what is damaged is noticed -----------------------------------------------------------------

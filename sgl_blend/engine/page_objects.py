@@ -190,6 +190,8 @@ class PageObjects:
             self.counters.add_level(page.level)
             if (levels := self.levels) is not None:
                 levels.saw(page.level, page.stored_bytes, each)
+        if (levels := self.levels) is not None:
+            levels.heard(stored_bytes, seconds)
         self.counters.add("hits", len(came))
         self.counters.add_moved("read", len(came) * each, seconds)
         if came[0].level == LEVEL:

@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from sgl_blend.kernels.delta_rope import delta_rope_tables
+from sgl_blend.storage.codec import fast
 from sgl_blend.storage.codec.entropy import (
     ArithmeticCoder,
     EntropyCoder,
@@ -17,9 +18,11 @@ from sgl_blend.storage.codec.entropy import (
 )
 from sgl_blend.storage.codec.levels import LEVELS, CodecProfile, Entropy, Transform
 from sgl_blend.storage.codec.quantiser import (
+    UnitCode,
     decode_unit,
     encode_unit,
     make_unit_code,
+    stack_codes,
     turn,
 )
 from sgl_blend.storage.container import FRAME_BYTES, PageFormat
@@ -98,19 +101,25 @@ class Coder:
         self.profile = profile.digest()
         self._form = form
         self._rotation = rotation
-        self._dtype: torch.dtype = getattr(torch, form.dtype)
         figures, rounding = profile.levels[level], LEVELS[level]
         heads = slice(first_head, first_head + form.heads)
         self.codes = [
             make_unit_code(profile, rounding, index, Transform(transform), heads)
             for index, transform in enumerate(figures.transforms)
         ]
+        self._together: dict[int, UnitCode] = {}
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
             tables = probabilities_of(profile, rounding, figures)
             self._entropy = ArithmeticCoder(self.codes, tables[:, heads], form.tokens)
         self.sizes = [code.num_bytes(form.tokens) for code in self.codes]
         self.frames = _frames_of(self.sizes)
+        first = 0
+        for count in self.frames:
+            codes = self.codes[first : first + count]
+            if all(code.transform is Transform.DIRECT for code in codes):
+                self._together[first] = stack_codes(codes)
+            first += count
 
     def knows(self, position: int) -> bool:
         """Tell whether keys can be rotated to the positions of a page."""
@@ -128,19 +137,21 @@ class Coder:
         Returns:
             The frame; None if a value is not finite, which no bin stands for.
         """
+        units = _units_of(page, first, count).float()
+        if not bool(torch.isfinite(units).all()):
+            return None
+        keys = units[first % 2 :: 2]
         cos, sin = self._rotation.tables(position, self._form.tokens)
-        packed, clipped = [], 0
-        for index in range(first, first + count):
-            layer, kind = divmod(index, 2)
-            unit = page[kind, layer].float()
-            if not bool(torch.isfinite(unit).all()):
-                return None
-            if kind == 0:
-                unit = turn(unit, cos, -sin, neox=self._rotation.neox)
-            made, beyond = encode_unit(unit, self.codes[index])
-            packed.append(made)
+        keys.copy_(turn(keys, cos, -sin, neox=self._rotation.neox))
+        if (together := self._together.get(first)) is not None:
+            packed, clipped = encode_unit(units, together)
+            return self._entropy.encode(list(packed.split(self.sizes[first])), first), clipped
+        parts, clipped = [], 0
+        for unit, code in zip(units, self.codes[first : first + count], strict=True):
+            made, beyond = encode_unit(unit, code)
+            parts.append(made)
             clipped += beyond
-        return self._entropy.encode(packed, first), clipped
+        return self._entropy.encode(parts, first), clipped
 
     def decode(
         self, data: memoryview, page: torch.Tensor, first: int, count: int, position: int
@@ -154,16 +165,35 @@ class Coder:
         packed = self._entropy.decode(data, sizes, first)
         if packed is None:
             return False
-        cos, sin = self._rotation.tables(position, self._form.tokens)
-        begin = 0
-        for index, size in zip(range(first, first + count), sizes, strict=True):
-            layer, kind = divmod(index, 2)
-            unit = decode_unit(packed[begin : begin + size], self.codes[index], self._form.tokens)
-            if kind == 0:
-                unit = turn(unit, cos, sin, neox=self._rotation.neox)
-            page[kind, layer] = unit.to(self._dtype)
-            begin += size
+        tokens, neox = self._form.tokens, self._rotation.neox
+        cos, sin = self._rotation.tables(position, tokens)
+        of_keys, of_values = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
+        keys = page[0, (first + 1) // 2 : (first + count + 1) // 2]
+        values = page[1, first // 2 : (first + count) // 2]
+        together = self._together.get(first)
+        if together is not None and fast.can_decode(together, page.dtype):
+            bins = packed.view(count, tokens, self._form.heads, self._form.dim // 2)
+            fast.decode(bins[of_keys], together.part(of_keys), (cos, sin, neox), keys)
+            fast.decode(bins[of_values], together.part(of_values), None, values)
+            return True
+        if together is not None:
+            units = decode_unit(packed.view(count, -1), together, tokens)
+        else:
+            codes = self.codes[first : first + count]
+            parts = packed.split(sizes)
+            units = torch.stack(
+                [decode_unit(part, code, tokens) for part, code in zip(parts, codes, strict=True)]
+            )
+        keys.copy_(turn(units[of_keys], cos, sin, neox=neox))
+        values.copy_(units[of_values])
         return True
+
+
+def _units_of(page: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Return a copy of neighbouring units: [count, tokens, heads, dim]."""
+    layers = page[:, first // 2 : (first + count + 1) // 2]
+    units = layers.transpose(0, 1).flatten(0, 1)
+    return units[first % 2 : first % 2 + count]
 
 
 def _frames_of(sizes: Sequence[int]) -> list[int]:

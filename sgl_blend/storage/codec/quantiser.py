@@ -13,6 +13,7 @@ bit (kernels/unquantise.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +67,11 @@ class UnitCode:
             return 0
         return num_anchors(tokens) * self.step.numel()
 
+    def part(self, units: slice) -> UnitCode:
+        """Return the code of some units of several that are stacked."""
+        tables = (self.step, self.base, self.mean, self.low, self.anchor_step)
+        return UnitCode(self.transform, self.level, *(table[units] for table in tables))
+
 
 def num_anchors(tokens: int) -> int:
     """Return how many of so many tokens are anchors."""
@@ -98,11 +104,21 @@ def make_unit_code(
     return UnitCode(transform, level, step, mean - level.most * step, mean, low, anchor_step)
 
 
+def stack_codes(codes: Sequence[UnitCode]) -> UnitCode:
+    """Make one code of those of neighbours, none of differences: tables [units, 1, heads, dim]."""
+    level = codes[0].level
+    rows = [
+        torch.stack([getattr(code, name) for code in codes])[:, None]
+        for name in ("step", "base", "mean", "low", "anchor_step")
+    ]
+    return UnitCode(Transform.DIRECT, level, *rows)
+
+
 def encode_unit(x: torch.Tensor, code: UnitCode) -> tuple[torch.Tensor, int]:
-    """Round a unit.
+    """Round a unit, or several whose codes are stacked.
 
     Args:
-        x: float32 [tokens, heads, dim], finite.
+        x: float32 [tokens, heads, dim], finite; of several [units, tokens, heads, dim].
         code: Of the unit.
 
     Returns:
@@ -130,13 +146,14 @@ def decode_unit(data: torch.Tensor, code: UnitCode, tokens: int) -> torch.Tensor
         code: Of the unit.
         tokens: Of the unit.
     """
-    heads, dim = code.step.shape
+    heads, dim = code.step.shape[-2:]
+    width = dim * code.level.bits // 8
     if code.transform is Transform.DIRECT:
-        return _values(data.view(tokens, heads, -1), code)
+        return _values(data.view(*data.shape[:-1], tokens, heads, width), code)
     num = num_anchors(tokens)
     anchors = data[: num * heads * dim].view(num, heads, dim) * code.anchor_step
     anchors += code.low
-    out, width = torch.empty(tokens, heads, dim), dim * code.level.bits // 8
+    out = torch.empty(tokens, heads, dim)
     out[::ANCHOR_TOKENS] = anchors
     others = _is_other(tokens)
     owners = torch.arange(tokens)[others] // ANCHOR_TOKENS
@@ -214,6 +231,6 @@ def _values(packed: torch.Tensor, code: UnitCode) -> torch.Tensor:
         return (packed * code.step).add_(code.base)
     half = packed.shape[-1]
     out = torch.empty(*packed.shape[:-1], 2 * half)
-    torch.mul(packed & 15, code.step[:, :half], out=out[..., :half])
-    torch.mul(packed >> 4, code.step[:, half:], out=out[..., half:])
+    torch.mul(packed & 15, code.step[..., :half], out=out[..., :half])
+    torch.mul(packed >> 4, code.step[..., half:], out=out[..., half:])
     return out.add_(code.base)

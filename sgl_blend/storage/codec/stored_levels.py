@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
+from sgl_blend.storage.codec import fast
 from sgl_blend.storage.codec.coder import Coder, PageCoder, Rotation
 from sgl_blend.storage.codec.collector import Collector
 from sgl_blend.storage.codec.levels import CodecProfile
@@ -20,6 +21,8 @@ from sgl_blend.storage.level_names import LOSSLESS
 
 _LOSSLESS_SHARE = 0.75
 """What a lossless page takes of its KV until one is seen."""
+_UNKNOWN_BYTES_PER_S = 1e9
+"""What a store gives until something was read."""
 _STEP = 0.25
 """Weight of a new page in the mean size of its level."""
 
@@ -50,6 +53,19 @@ class StoredLevels:
         self._lock = Lock()
         self._coders: dict[tuple[str, PageFormat], PageCoder] = {}
         self._shares: dict[str, float] = {}
+        self._bytes_per_s = _UNKNOWN_BYTES_PER_S
+        if self.names != (LOSSLESS,):
+            fast.warm_up()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What the store gave at last, in stored bytes a second."""
+        return self._bytes_per_s
+
+    def heard(self, stored_bytes: int, seconds: float) -> None:
+        """Learn from pages that were read how fast the store is."""
+        if stored_bytes > 0 and seconds > 0:
+            self._bytes_per_s = stored_bytes / seconds
 
     def are_of(self, weights: str) -> bool:
         """Tell whether the profile was measured on these weights."""

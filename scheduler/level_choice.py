@@ -1,0 +1,57 @@
+"""At which level the chunks of a request come from storage: the finest that is there in time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.storage.codec.stored_levels import RequestStream, StoredLevels
+from sgl_blend.tuning.links import LinkSpeed
+from sgl_blend.tuning.loading import ModelTimes, Step, step_seconds
+
+_ON_DEVICE = LinkSpeed(latency_s=1e-6, bytes_per_s=1e15)
+"""Nothing is loaded in the step whose time is asked for."""
+
+
+class LevelChoice:
+    """Says until when a request's chunks must be there; owned by the scheduler thread.
+
+    Args:
+        levels: At which chunks are stored.
+        times: Of a prefill on this machine.
+        token_bytes: KV of one token in all layers, on this rank.
+
+    Attributes:
+        levels: At which chunks are stored.
+    """
+
+    def __init__(self, levels: StoredLevels, times: ModelTimes, token_bytes: int) -> None:
+        self.levels = levels
+        self._times = times
+        self._token_bytes = token_bytes
+
+    def stream(self, state: RequestState, keys: Collection[ChunkKey]) -> RequestStream:
+        """Return what chooses the level of each of the chunks that storage is asked for.
+
+        Args:
+            state: Of the request.
+            keys: The chunks.
+        """
+        pairs = zip(state.keys, state.spans, strict=True)
+        coming = sum(len(span) for key, span in pairs if key in keys)
+        reused = sum(map(len, state.spans))
+        deadline_s = None
+        if state.slo_s is not None:
+            compute_s = self._seconds(state.num_tokens - reused, reused, state.ratio)
+            deadline_s = state.since_s + state.slo_s - compute_s
+        return RequestStream(
+            deadline_s, coming * self._token_bytes, self.levels.bytes_per_s, self._text_s
+        )
+
+    def _text_s(self, kv_bytes: int) -> float:
+        return self._seconds(kv_bytes // self._token_bytes, 0, 0.0)
+
+    def _seconds(self, num_computed: int, num_reused: int, ratio: float) -> float:
+        step = Step(max(1, num_computed), num_reused)
+        return step_seconds(step, ratio, self._times, _ON_DEVICE)

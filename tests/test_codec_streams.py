@@ -1,0 +1,119 @@
+"""Each chunk comes at the finest level that is there in time."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sgl_blend.storage.codec.stored_levels import ChunkStream, RequestStream
+
+SHARES = [("lossless", 0.75), ("q8", 0.35), ("q4", 0.12), ("q4-2.0", 0.08)]
+MB = 1_000_000
+
+
+class Clock:
+    """A clock that is turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stream(deadline_s: float | None, kv_mb: float = 100.0, **more: object) -> RequestStream:
+    given_: dict = {"bytes_per_s": 100.0 * MB, "clock": Clock(), **more}
+    return RequestStream(deadline_s, int(kv_mb * MB), **given_)
+
+
+def test_the_finest_level_that_is_there_in_time() -> None:
+    # 100 MB of KV at 100 MB/s: a second times the share of the level.
+    for deadline_s, level in (
+        (0.76, "lossless"), (0.74, "q8"), (0.34, "q4"), (0.1, "q4-2.0"), (0.01, "q4-2.0"),
+    ):  # fmt: skip
+        assert stream(deadline_s).choose(100 * MB, SHARES) == level, deadline_s
+
+
+def test_chunks_that_come_later_count() -> None:
+    assert stream(0.76, kv_mb=200).choose(100 * MB, SHARES) == "q8"
+    assert stream(0.76, kv_mb=100).choose(50 * MB, SHARES) == "lossless"
+
+
+def test_without_a_deadline_the_coarsest_comes() -> None:
+    assert stream(None).choose(100 * MB, SHARES) == "q4-2.0"
+
+
+def test_a_level_that_is_not_stored_does_not_come() -> None:
+    assert stream(0.76).choose(100 * MB, SHARES[1:2]) == "q8"
+    assert stream(0.01).choose(100 * MB, SHARES[1:2]) == "q8"
+
+
+def test_text_where_computing_is_faster() -> None:
+    # The coarsest takes 0.08 s.
+    for text_s, level in ((0.07, None), (0.09, "q4-2.0")):
+        made = stream(0.01, text_s=lambda kv_bytes, text_s=text_s: text_s)
+        assert made.choose(100 * MB, SHARES) == level
+    assert stream(0.09, text_s=lambda kv_bytes: 0.0).choose(100 * MB, SHARES) == "q4-2.0"
+
+
+def test_the_throughput_of_the_last_chunk_counts() -> None:
+    made = stream(2.0, kv_mb=200)
+    assert made.choose(100 * MB, SHARES) == "lossless"
+    made.came(100 * MB, 75 * MB, 7.5)  # a tenth of what was expected
+    assert made.choose(100 * MB, SHARES) == "q4"
+
+
+def test_time_passes() -> None:
+    clock = Clock()
+    made = stream(1.0, clock=clock)
+    assert made.choose(100 * MB, SHARES) == "lossless"
+    clock.now = 0.5
+    assert made.choose(100 * MB, SHARES) == "q8"
+    clock.now = 5.0
+    assert made.choose(100 * MB, SHARES) == "q4-2.0"
+
+
+@given(
+    deadline_s=st.floats(0.0, 10.0),
+    rate=st.floats(1.0, 1e12),
+    kv=st.integers(1, 10**12),
+    left=st.integers(0, 10**12),
+)
+def test_more_time_never_means_a_coarser_level(
+    deadline_s: float, rate: float, kv: int, left: int
+) -> None:
+    names = [name for name, _ in SHARES]
+
+    def chosen(deadline: float) -> int:
+        made = RequestStream(deadline, left, rate, clock=Clock())
+        level = made.choose(kv, SHARES)
+        assert level is not None
+        return names.index(level)
+
+    assert chosen(deadline_s + 1.0) <= chosen(deadline_s)
+
+
+def test_all_pages_of_a_chunk_come_at_one_level() -> None:
+    clock = Clock()
+    request = stream(0.76, clock=clock)
+    chunk = ChunkStream(request, 100 * MB)
+    share_of = dict(SHARES).__getitem__
+    for key in "abc":
+        chunk.found(key, ("lossless", "q8", "q4"))
+    chunk.found("d", ("q4",))  # the disk was full
+    levels = []
+    for key in "abcd":
+        levels.append(chunk.level_of(key, share_of))
+        clock.now += 1.0  # later pages do not choose anew
+    assert levels == ["lossless", "lossless", "lossless", "q4"]
+    for level in levels:
+        assert level is not None
+        chunk.read(level)
+    assert chunk.level == "lossless"
+    assert chunk.level_of("unknown", share_of) is None
+
+
+def test_a_chunk_that_is_left_stays_left() -> None:
+    chunk = ChunkStream(stream(0.0, text_s=lambda kv_bytes: 0.0), 100 * MB)
+    for key in "ab":
+        chunk.found(key, ("q4",))
+    assert [chunk.level_of(key, dict(SHARES).__getitem__) for key in "ab"] == [None, None]
+    assert chunk.level is None
