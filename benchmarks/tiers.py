@@ -37,6 +37,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -64,14 +65,16 @@ STORE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 @contextmanager
 def throttled(mbps: float) -> Iterator[None]:
-    """Read files no faster than this."""
+    """Read files no faster than this, all threads together."""
     stock = HiCacheFile.get
+    lock, free_at = Lock(), [0.0]
 
     def slow(self: Any, key: str, target: Any, *rest: Any) -> Any:
-        begun = time.perf_counter()
-        found = stock(self, key, target, *rest)
         least_s = target.numel() * target.element_size() / (1e6 * mbps)
-        time.sleep(max(0.0, least_s - (time.perf_counter() - begun)))
+        with lock:
+            free_at[0] = ends_at = max(free_at[0], time.perf_counter()) + least_s
+        found = stock(self, key, target, *rest)
+        time.sleep(max(0.0, ends_at - time.perf_counter()))
         return found
 
     with patch.object(HiCacheFile, "get", slow):
