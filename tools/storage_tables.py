@@ -105,8 +105,11 @@ def streaming() -> str:
     found = load("streaming.json")
     levels = list(found["mean"])
     rows = [
-        (name, f"{1000 * case['slo_s']:,.0f} ms")
-        + tuple(percent(case["rows"][level]["violations"], 0) for level in levels)
+        (
+            name,
+            f"{1000 * case['slo_s']:,.0f} ms",
+            *(percent(case["rows"][level]["violations"], 0) for level in levels),
+        )
         for name, case in found["cases"].items()
     ]
     rows.append(("mean", "", *(percent(found["mean"][level]) for level in levels)))
