@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from benchmarks.lower_layers import CHECK, KV, RATIO, Network
@@ -32,7 +33,7 @@ from examples.tinyrag.evaluate import FINAL_SEED, MODELS
 from examples.tinyrag.world import make_held_out
 from sgl_blend.commands.common.bootstrap import mean_interval
 from sgl_blend.commands.common.records import origin_of_script
-from sgl_blend.commands.evaluation.items import Item
+from sgl_blend.commands.evaluation.items import ItemLine
 from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder, make_prompt
 from sgl_blend.storage.codec.levels import (
     LEVELS,
@@ -82,12 +83,7 @@ def make_cases(network: Network, folder: Path, seed: int, count: int) -> list[Ca
     )
     cases = []
     for made in make_held_out(seed, count):
-        item = Item(
-            system=str(made["system"]),
-            chunks=tuple(made["chunks"]),  # type: ignore[arg-type]
-            question=str(made["question"]),
-            answers=tuple(made["answers"]),  # type: ignore[arg-type]
-        )
+        item = msgspec.convert(made, ItemLine).to_item()
         prompt = make_prompt(item, templates, encode)
         ids, spans = list(prompt.token_ids), prompt.spans
         full, expected = network.prefill(ids)

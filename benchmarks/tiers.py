@@ -1,4 +1,4 @@
-"""Time to first token with chunks on the device, in host memory, in files, in Mooncake, and nowhere.
+r"""Time to first token with chunks on the device, in host memory, in files, in Mooncake, and nowhere.
 
 SGLang's scheduler with the demo's model of 32 layers answers prompts of six chunks, stepped by hand in
 a process of its own. Before each prompt its chunks are brought to one place. In each round every row
@@ -20,6 +20,11 @@ faster than the chosen tokens of a layer are recomputed; the plot draws that cla
 measured.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.tiers --json benchmarks/results/tiers.json
+    PYTHONPATH=tests .venv/bin/python -m benchmarks.tiers --levels \
+        --json benchmarks/results/tiers-levels.json
+
+With --levels, chunks that are stored raw and coded are compared instead, from files at 50 and 200 MB/s:
+coded ones must load three times as fast.
 
 Exit status 1 if host memory is slower than 1.05 of the device where the load can hide, else than 1.10
 of the longer of load and compute; or the controller than 1.05 of the best fixed row of the same place;
@@ -169,11 +174,15 @@ def link(driver: Driver) -> dict[str, float]:
 
 
 @contextmanager
-def started(model: Path, mode: str, extra: dict[str, Any] | None) -> Iterator[Engine]:
+def started(
+    model: Path, mode: str, extra: dict[str, Any] | None, profile: Path | None = None
+) -> Iterator[Engine]:
     """Start an engine that stores in files or in Mooncake, and have the chunks stored."""
     more: dict[str, Any] = (
         {} if extra is None else {"hicache_storage_backend_extra_config": json.dumps(extra)}
     )
+    if profile is not None:
+        more["blend_store_profile"] = str(profile)
     with tempfile.TemporaryDirectory() as folder, patch.dict("os.environ", {STORE: folder}):
         engine = Engine(
             model,
@@ -273,7 +282,17 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "tiers.json")
     parser.add_argument("--plot", type=Path, help="PNG of the times by bandwidth")
+    parser.add_argument(
+        "--levels", action="store_true", help="compare raw with coded chunks instead"
+    )
     args = parser.parse_args()
+    args.json.parent.mkdir(exist_ok=True, parents=True)
+    if args.levels:
+        from benchmarks import tiers_levels
+
+        rates = tiers_levels.run(args.rounds)
+        args.json.write_text(json.dumps({**origin_of_script(), "rates": rates}, indent=1) + "\n")
+        return int(not tiers_levels.show(rates))
     found, host = run(args.rounds)
     num_bytes = CHUNKS * CHUNK_TOKENS * host["token_bytes"]
     load_s = host["host_latency_s"] + num_bytes / host["host_bytes_per_s"]
@@ -294,7 +313,6 @@ def main() -> int:
         "num_bytes": num_bytes,
         "host": host,
     }
-    args.json.parent.mkdir(exist_ok=True, parents=True)
     args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.plot is not None:
         draw(record, args.plot)
