@@ -53,6 +53,20 @@ BAD: list[tuple[str, Any, str]] = [
     ("blend_canary_max_kl", math.nan, "blend_canary_max_kl must be a positive number, got nan"),
     ("blend_canary_max_kl", math.inf, "blend_canary_max_kl must be a positive number, got inf"),
     ("blend_canary_max_kl", 0.1, "blend_canary_max_kl has no effect without blend_canary_rate"),
+    ("blend_store_profile", "", "blend_store_profile must not be empty"),
+    ("blend_store_levels", "q5", "blend_store_levels must be one of lossless, q8, .*, got 'q5'"),
+    ("blend_store_levels", "lossless,,q8", "blend_store_levels must be one of .*, got ''"),
+    ("blend_store_levels", "q8", "blend_store_levels q8 needs blend_store_profile"),
+    (
+        "blend_ttft_slo_ms",
+        0.0,
+        "blend_ttft_slo_ms must be a positive number of milliseconds, got .*",
+    ),
+    (
+        "blend_ttft_slo_ms",
+        math.inf,
+        "blend_ttft_slo_ms must be a positive number of milliseconds, got .*",
+    ),
 ]
 WRONG_TYPE: list[tuple[str, Any]] = [
     ("enable_blend", "yes"),
@@ -89,6 +103,19 @@ def parse(*flags: str) -> BlendConfig:
     return BlendConfig.from_settings(settings_from_flags(parser.parse_args(flags)))
 
 
+def test_a_deadline_is_a_number_as_a_flag_too() -> None:
+    config = parse("--enable-blend", "--blend-ttft-slo-ms", "250")
+    assert config.blend_ttft_slo_ms == 250.0
+    assert parse("--enable-blend").blend_ttft_slo_ms is None
+
+
+def test_levels_may_have_blanks_between_them() -> None:
+    config = BlendConfig(
+        enable_blend=True, blend_store_profile="p", blend_store_levels="q8, q4-2.0"
+    )
+    assert config.store_levels == ("q8", "q4-2.0")
+
+
 def test_blending_is_off_by_default() -> None:
     assert BlendConfig().enable_blend is False
 
@@ -114,6 +141,9 @@ def test_the_defaults_are_the_documented_ones() -> None:
         "blend_allow_untested": False,
         "blend_store_key_file": None,
         "blend_store_unchecked": False,
+        "blend_store_profile": None,
+        "blend_store_levels": None,
+        "blend_ttft_slo_ms": None,
     }
 
 

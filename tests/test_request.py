@@ -255,6 +255,19 @@ def test_a_request_may_override_everything() -> None:
     assert type(overrides.ratio) is float
 
 
+@pytest.mark.parametrize("slo", [0, -1, "100", True, math.nan, math.inf, [100]])
+def test_a_malformed_deadline_is_refused(slo: Any) -> None:
+    with pytest.raises(RequestError, match=r"^sgl_blend_slo_ms must be a positive number of milli"):
+        parse_overrides({"sgl_blend_slo_ms": slo}, CONFIG)
+
+
+def test_a_request_may_have_a_deadline_of_its_own() -> None:
+    config = BlendConfig(enable_blend=True, blend_ttft_slo_ms=300.0)
+    assert parse_overrides({}, CONFIG).slo_ms is None
+    assert parse_overrides({}, config).slo_ms == 300.0
+    assert parse_overrides({"sgl_blend_slo_ms": 50}, config).slo_ms == 50.0
+
+
 @pytest.mark.parametrize("name", ["sgl_blend_ration", "sgl_blend_", "sgl_blender", "sgl_blend-x"])
 def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{name} is not known; expected one of sgl_blend, "):

@@ -47,6 +47,7 @@ from sgl_blend.storage.container import PageFormat, PageLabel
 MOST_PAGES = 1024
 MOST_BYTES = 1 << 30
 LEAST_PAGES = 16
+_ROUNDING = 1e-9
 LEAST_FROM_STORE = 0.9
 """Share of the chunks that must have come from the store, or the level was not measured."""
 
@@ -313,22 +314,15 @@ class LevelRun:
             engine.build(self._prompts, self._watch)
             answers = engine.ask_stored(self._prompts, self._ids, self._watch)
         _check_source(level, answers)
-        values, base = self._values(answers), self._values(self._base)
-        losses = [b - v for b, v in zip(base, values, strict=True)]
         pairs = zip(self._base, answers, strict=True)
-        kl = [kl_divergence(a.first, b.first, self._vocab_size) for a, b in pairs]
-        loss = _mean(losses)
-        return LevelRow(
-            level=level,
-            bits=figures.bits_per_element,
-            clipped=figures.clipped,
-            anchor_share=_mean([t == Transform.ANCHORS for t in figures.transforms]),
+        return judge_level(
+            level,
+            figures,
+            self._values(self._base),
+            self._values(answers),
+            [kl_divergence(a.first, b.first, self._vocab_size) for a, b in pairs],
             what="accuracy" if self._judges else "same first token",
-            value=_mean(values),
-            loss=loss,
-            loss_ci95=mean_interval(losses, seed=0),
-            kl=_mean(kl),
-            is_within=loss <= self._plan.max_loss,
+            max_loss=self._plan.max_loss,
         )
 
     def _values(self, answers: Sequence[Answer]) -> list[float]:
@@ -337,6 +331,43 @@ class LevelRun:
             return [float(exact_match(answer.text, item.answers)) for answer, item in pairs]
         pairs_of = zip(answers, self._base, strict=True)
         return [float(answer.first.chosen == base.first.chosen) for answer, base in pairs_of]
+
+
+def judge_level(
+    level: str,
+    figures: LevelFigures,
+    base: Sequence[float],
+    values: Sequence[float],
+    kl: Sequence[float],
+    *,
+    what: str,
+    max_loss: float,
+) -> LevelRow:
+    """Compare a level with lossless storage, prompt by prompt.
+
+    Args:
+        level: Its name.
+        figures: How it is coded.
+        base: 1 for each prompt that is right with lossless storage, else 0.
+        values: The same with the level.
+        kl: Of each first token, in nats.
+        what: Name of these values.
+        max_loss: The budget.
+    """
+    losses = [b - v for b, v in zip(base, values, strict=True)]
+    loss = _mean(losses)
+    return LevelRow(
+        level=level,
+        bits=figures.bits_per_element,
+        clipped=figures.clipped,
+        anchor_share=_mean([t == Transform.ANCHORS for t in figures.transforms]),
+        what=what,
+        value=_mean(values),
+        loss=loss,
+        loss_ci95=mean_interval(losses, seed=0),
+        kl=_mean(kl),
+        is_within=loss <= max_loss + _ROUNDING,
+    )
 
 
 def _check_source(level: str, answers: Sequence[Answer]) -> None:
