@@ -1,0 +1,63 @@
+"""Until when chunks must be there: the deadline of the request, less what its prefill takes."""
+
+from __future__ import annotations
+
+from array import array
+
+from sgl_blend.protocol.request import Span
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.level_choice import LevelChoice
+from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.storage.codec.stored_levels import StoredLevels
+from sgl_blend.tuning.loading import ModelTimes
+
+TOKEN_BYTES, LAYERS, CHECK = 1000, 10, 2
+ROW_S = 1e-4
+SHARES = [("lossless", 0.5), ("q4", 0.1)]
+
+
+def _state(slo_s: float | None) -> RequestState:
+    """Return 50 tokens of text and two chunks of 100."""
+    spans = (Span(40, 140), Span(140, 240))
+    keys = tuple(
+        ChunkKey(salt="s", extra_key=None, prefix=b"", tokens=array("q", [number] * 100).tobytes())
+        for number in range(2)
+    )
+    return RequestState(
+        num_tokens=250, spans=spans, keys=keys, client_salt=None, policy="hkvd", ratio=0.1,
+        slo_s=slo_s, since_s=1000.0,
+    )  # fmt: skip
+
+
+def _choose(now_s: float, slo_s: float | None, rate: float, num_keys: int = 2) -> str | None:
+    levels = StoredLevels(("lossless",), None, None)
+    levels.heard(round(rate), 1.0)
+    times = ModelTimes(LAYERS, CHECK, TOKEN_BYTES // LAYERS, lambda rows: ROW_S * rows)
+    state = _state(slo_s)
+    stream = LevelChoice(levels, times, TOKEN_BYTES).stream(state, state.keys[:num_keys])
+    stream._clock = lambda: now_s
+    return stream.choose(100 * TOKEN_BYTES, SHARES)
+
+
+def test_the_prefill_is_taken_off_the_deadline() -> None:
+    # Three layers of 250 rows and seven of 50 + 20 take 0.075 + 0.049 s. Lossless takes 0.1 s of
+    # 200,000 bytes of KV at 1 MB/s.
+    for slo_s, level in ((0.230, "lossless"), (0.220, "q4")):
+        assert _choose(1000.0, slo_s, 1e6) == level, slo_s
+    assert _choose(1000.006, 0.230, 1e6) == "lossless"
+    assert _choose(1000.007, 0.230, 1e6) == "q4"
+
+
+def test_only_chunks_that_come_count() -> None:
+    assert _choose(1000.0, 0.180, 1e6, num_keys=1) == "lossless"
+    assert _choose(1000.0, 0.180, 1e6, num_keys=2) == "q4"
+
+
+def test_without_a_deadline_the_coarsest_comes() -> None:
+    assert _choose(1000.0, None, 1e12) == "q4"
+
+
+def test_text_where_computing_is_faster() -> None:
+    # Computing a chunk takes ten layers of 100 rows, 0.1 s; the coarsest takes 0.01 MB.
+    assert _choose(2000.0, 0.1, 1e6) == "q4"
+    assert _choose(2000.0, 0.1, 0.9e5) is None
