@@ -1,5 +1,6 @@
 """Chunks that are stored in few bits come back through the real engine; exact KV loses nothing."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _store_and_ask(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any]
 def _error(kv: list[Any], other: list[Any]) -> float:
     pairs = [(x, y) for a, b in zip(kv, other, strict=True) for x, y in zip(a, b, strict=True)]
     wrong = sum(float((x - y).square().sum()) for x, y in pairs)
-    return (wrong / sum(float(x.square().sum()) for x, _ in pairs)) ** 0.5
+    return math.sqrt(wrong / sum(float(x.square().sum()) for x, _ in pairs))
 
 
 @pytest.mark.parametrize("level", ["q8", "q4-2.0"])

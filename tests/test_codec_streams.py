@@ -1,5 +1,7 @@
 """Each chunk comes at the finest level that is there in time."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +22,7 @@ class Clock:
 
 
 def stream(deadline_s: float | None, kv_mb: float = 100.0, **more: object) -> RequestStream:
-    given_: dict = {"bytes_per_s": 100.0 * MB, "clock": Clock(), **more}
+    given_: dict[str, Any] = {"bytes_per_s": 100.0 * MB, "clock": Clock(), **more}
     return RequestStream(deadline_s, int(kv_mb * MB), **given_)
 
 

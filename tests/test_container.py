@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
 from sgl_blend.storage import container
-from sgl_blend.storage.container import Fault, PageFormat, PageLabel, pack, unpack
+from sgl_blend.storage.container import PageFormat, PageLabel, pack, unpack
+from sgl_blend.storage.envelope import Fault
 
 DATA = Path(__file__).parent / "data"
 KEY = bytes(range(32))

@@ -1,6 +1,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -27,7 +28,7 @@ COUNTS = (
 
 def report(*counts: int, fallback: FallbackReason | None = None) -> BlendReport:
     """Write the report of one request."""
-    named = dict(zip(COUNTS, counts, strict=True))
+    named: dict[str, Any] = dict(zip(COUNTS, counts, strict=True))
     return BlendReport(**named, policy="hkvd", ratio=0.15, fallback=fallback)
 
 

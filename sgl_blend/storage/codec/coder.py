@@ -145,7 +145,7 @@ class Coder:
         keys.copy_(turn(keys, cos, -sin, neox=self._rotation.neox))
         if (together := self._together.get(first)) is not None:
             packed, clipped = encode_unit(units, together)
-            return self._entropy.encode(list(packed.split(self.sizes[first])), first), clipped
+            return self._entropy.encode(list(packed.view(count, -1)), first), clipped
         parts, clipped = [], 0
         for unit, code in zip(units, self.codes[first : first + count], strict=True):
             made, beyond = encode_unit(unit, code)
@@ -180,7 +180,7 @@ class Coder:
             units = decode_unit(packed.view(count, -1), together, tokens)
         else:
             codes = self.codes[first : first + count]
-            parts = packed.split(sizes)
+            parts = torch.split(packed, sizes)
             units = torch.stack(
                 [decode_unit(part, code, tokens) for part, code in zip(parts, codes, strict=True)]
             )
