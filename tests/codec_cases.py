@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from sgl_blend.storage.codec.coder import Rotation
+from sgl_blend.storage.codec.coder import Coder, Rotation
 from sgl_blend.storage.codec.levels import (
     LEVELS,
     PROFILE_VERSION,
@@ -113,3 +114,8 @@ def profile_of(
 
 def label_of(form: PageFormat, profile: CodecProfile, level: str) -> PageLabel:
     return PageLabel("sgb2-test-00", form, WEIGHTS, "rotary", level, profile.digest())
+
+
+def coder_of(form: PageFormat, level: str, **more: Any) -> tuple[Coder, CodecProfile]:
+    profile = profile_of(form, **more)
+    return Coder(profile, level, form, rotation(form)), profile

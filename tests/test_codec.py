@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 import zstandard
-from codec_cases import WEIGHTS, label_of, page_at, profile_of, rotation, unrotated
+from codec_cases import coder_of, label_of, page_at, profile_of, rotation, unrotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xxhash import xxh3_128_digest
 
-from sgl_blend.errors import ConfigError
-from sgl_blend.storage.codec import coded_pages, fast
+from sgl_blend.storage.codec import fast
 from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
 from sgl_blend.storage.codec.coder import Coder
 from sgl_blend.storage.codec.levels import (
@@ -28,14 +23,10 @@ from sgl_blend.storage.codec.levels import (
     Entropy,
     Level,
     Transform,
-    check_levels,
-    read_profile,
-    write_profile,
 )
 from sgl_blend.storage.codec.quantiser import decode_unit, encode_unit, make_unit_code, turn
 from sgl_blend.storage.codec.statistics import choose_transform
-from sgl_blend.storage.container import PageFormat, unpack
-from sgl_blend.storage.envelope import Fault
+from sgl_blend.storage.container import PageFormat
 
 DATA = Path(__file__).parent / "data"
 KEY = bytes(range(32))
@@ -44,11 +35,6 @@ EXACT = PageFormat("float32", 3, 16, 2, 16)
 POSITION = 37
 EVERY_LEVEL = pytest.mark.parametrize("level", LEVELS)
 TRANSFORMS = pytest.mark.parametrize("transform", Transform)
-
-
-def coder_of(form: PageFormat, level: str, **more: Any) -> tuple[Coder, CodecProfile]:
-    profile = profile_of(form, **more)
-    return Coder(profile, level, form, rotation(form)), profile
 
 
 def values_of(page: bytearray, form: PageFormat) -> torch.Tensor:
@@ -261,226 +247,3 @@ def test_numba_is_used_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) ->
     seen.clear()
     round_trip(FORM, "q8")
     assert not seen
-
-
-# --- what is damaged is noticed -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-@TRANSFORMS
-def test_every_flipped_byte_and_every_cut_is_noticed(
-    key: bytes | None, transform: Transform
-) -> None:
-    form = PageFormat("bfloat16", 2, 11, 1, 8)
-    coder, profile = coder_of(form, "q4", transform=transform)
-    page, _ = page_at(form, rotation(form), POSITION, 5)
-    label = label_of(form, profile, "q4")
-    data, _ = pack_coded(page, label, coder, POSITION, key)
-    for index in range(len(data)):
-        for flip in (0x01, 0x80):
-            data[index] ^= flip
-            assert unpack_coded(data, label, coder, key) is Fault.CORRUPT, index
-            data[index] ^= flip
-        assert unpack_coded(data[:index], label, coder, key) is Fault.CORRUPT, index
-    assert isinstance(unpack_coded(data, label, coder, key), bytearray)
-
-
-def _sealed(body: bytes, version: int = 2) -> bytes:
-    data = struct.pack("<4sHHQ", b"SGB1", version, 0, 32 + len(body)) + body
-    return data + xxh3_128_digest(data)
-
-
-def _changed(place: int, value: Any) -> tuple[bytes, Any, Coder]:
-    """Return an object with a good checksum and another header, its label and its coder."""
-    coder, profile = coder_of(FORM, "q4")
-    page, _ = page_at(FORM, rotation(FORM), POSITION, 5)
-    label = label_of(FORM, profile, "q4")
-    good, _ = pack_coded(page, label, coder, POSITION)
-    (length,) = struct.unpack_from("<I", good, 16)
-    header = msgspec.msgpack.decode(good[20 : 20 + length])
-    header[place] = value
-    made = msgspec.msgpack.encode(header)
-    body = struct.pack("<I", len(made)) + made + bytes(good[20 + length : -16])
-    return _sealed(body), label, coder
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (0, "q8"),
-        (1, "float16"),
-        (2, [2, 3, 16, 2, 32]),
-        (3, "v" * 32),
-        (4, "another rotary"),
-        (5, "another name"),
-        (6, "another profile"),
-    ],
-)
-def test_what_is_of_something_else_is_a_mismatch(place: int, value: Any) -> None:
-    data, label, coder = _changed(place, value)
-    assert unpack_coded(data, label, coder) is Fault.MISMATCH
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (7, -1),
-        (7, 1 << 40),  # beyond what the model can rotate to
-        (8, []),
-        (8, [[6, 2, 1 << 40]]),
-        (8, [[6, 2, -1]]),
-        (8, [[6, 9, 100]]),
-        (8, [[1 << 40, 2, 100]]),
-        (8, [[3, 2, 100], [3, 2, 100]]),
-    ],
-)
-def test_absurd_headers_are_corrupt(place: int, value: Any) -> None:
-    data, label, coder = _changed(place, value)
-    assert unpack_coded(data, label, coder) is Fault.CORRUPT
-
-
-@pytest.mark.parametrize("size", [0, 1, 767, 769, 1 << 34])
-def test_a_frame_that_grows_to_another_size_is_corrupt(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    coder, profile = coder_of(FORM, "q4")
-    page, _ = page_at(FORM, rotation(FORM), POSITION, 5)
-    label = label_of(FORM, profile, "q4")
-    if size < 1 << 30:
-        bomb = zstandard.ZstdCompressor().compress(bytes(size))
-    else:  # a frame that says that it holds 16 GiB
-        bomb = b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", size) + b"\x02\x00\x00"
-    monkeypatch.setattr(coder, "encode", lambda *args: (bomb, 0))
-    data, _ = pack_coded(page, label, coder, POSITION)
-    assert unpack_coded(data, label, coder) is Fault.CORRUPT
-
-
-@settings(deadline=None, max_examples=200)
-@given(body=st.binary(max_size=300))
-def test_no_body_with_a_good_checksum_makes_it_raise(body: bytes) -> None:
-    coder, profile = _CASE
-    label = label_of(FORM, profile, "q4")
-    for data in (_sealed(body), _sealed(struct.pack("<I", len(body)) + body), body):
-        assert isinstance(unpack_coded(data, label, coder), Fault)
-
-
-_CASE = coder_of(FORM, "q4")
-
-
-def test_versions_know_each_other() -> None:
-    coder, profile = coder_of(FORM, "q4")
-    page, _ = page_at(FORM, rotation(FORM), POSITION, 5)
-    label = label_of(FORM, profile, "q4")
-    data, _ = pack_coded(page, label, coder, POSITION)
-    assert unpack(data, label) is Fault.VERSION
-    assert unpack_coded(_sealed(b"", version=1), label, coder) is Fault.VERSION
-    assert unpack_coded(_sealed(b"", version=3), label, coder) is Fault.VERSION
-
-
-@pytest.mark.parametrize("name", ["plain", "encrypted"])
-def test_objects_of_this_version_are_readable_for_ever(name: str) -> None:
-    # Written once by version 2, with the profile beside it.
-    profile = read_profile(DATA / "codec-v1.profile")
-    form = PageFormat("bfloat16", 2, 16, 1, 16)
-    coder = Coder(profile, "q4", form, rotation(form))
-    label = replace(label_of(form, profile, "q4"), name="sgb2-q4-golden")
-    data = (DATA / f"page-v2-{name}.sgb").read_bytes()
-    back = unpack_coded(data, label, coder, KEY if name == "encrypted" else None)
-    assert back == bytearray((DATA / "page-v2.kv").read_bytes())
-
-
-# --- profiles -----------------------------------------------------------------------------------
-
-
-def test_a_profile_comes_back(tmp_path: Path) -> None:
-    profile = profile_of(FORM)
-    write_profile(profile, tmp_path / "profile")
-    assert read_profile(tmp_path / "profile") == profile
-    assert read_profile(tmp_path / "profile").digest() == profile.digest()
-
-
-def test_profiles_that_round_in_another_way_have_another_digest() -> None:
-    profile = profile_of(FORM)
-    others = [
-        profile_of(FORM, transform=Transform.ANCHORS),
-        profile_of(FORM, weights="v" * 32),
-        profile_of(FORM, pages=[unrotated(FORM, 1)]),
-    ]
-    assert len({other.digest() for other in (profile, *others)}) == 4
-    same = msgspec.structs.replace(profile, data="another name", prompts=7)
-    assert same.digest() == profile.digest()
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"v": 2}, "version 2"),
-        ({"layers": 4}, "do not fit"),
-        ({"heads": 0}, "shape"),
-        ({"dim": 15}, "shape"),
-        ({"entropy": 7}, "unknown coder 7"),
-        ({"units": []}, "do not fit"),
-    ],
-)
-def test_a_profile_that_cannot_be_is_refused(
-    tmp_path: Path, changes: dict[str, Any], reason: str
-) -> None:
-    write_profile(msgspec.structs.replace(profile_of(FORM), **changes), tmp_path / "profile")
-    with pytest.raises(ConfigError, match=reason):
-        read_profile(tmp_path / "profile")
-
-
-def test_scales_that_are_no_scales_are_refused(tmp_path: Path) -> None:
-    profile = profile_of(FORM)
-    rows = len(profile.units[0].sigma)
-    for name, value in (("sigma", 0.0), ("sigma", float("nan")), ("low", 1e9)):
-        row = np.full(rows // 4, value, "<f4").tobytes()
-        unit = msgspec.structs.replace(profile.units[0], **{name: row})
-        made = msgspec.structs.replace(profile, units=[unit, *profile.units[1:]])
-        write_profile(made, tmp_path / "profile")
-        with pytest.raises(ConfigError, match="scale"):
-            read_profile(tmp_path / "profile")
-
-
-def test_a_level_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    profile = profile_of(FORM)
-    figures = profile.levels["q4"]
-    for levels, reason in (
-        ({"q3": figures}, "unknown level 'q3'"),
-        ({"q4": msgspec.structs.replace(figures, transforms=[0])}, "unknown transforms"),
-        ({"q4": msgspec.structs.replace(figures, transforms=[9] * 6)}, "unknown transforms"),
-    ):
-        write_profile(msgspec.structs.replace(profile, levels=levels), tmp_path / "profile")
-        with pytest.raises(ConfigError, match=reason):
-            read_profile(tmp_path / "profile")
-    made = msgspec.structs.replace(profile, entropy=int(Entropy.ARITHMETIC))
-    write_profile(made, tmp_path / "profile")
-    with pytest.raises(ConfigError, match="no distributions"):
-        read_profile(tmp_path / "profile")
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00", b"\x80", b"\xff" * 100, b"{}", b"\x81\xa1\xff"])
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "profile").write_bytes(content)
-    with pytest.raises(ConfigError, match="is no codec profile"):
-        read_profile(tmp_path / "profile")
-    with pytest.raises(ConfigError, match="No such file"):
-        read_profile(tmp_path / "missing")
-
-
-def test_levels_are_those_of_the_profile() -> None:
-    profile = profile_of(FORM)
-    assert check_levels(["q4-2.0", "lossless", "q8"], profile) == ("lossless", "q8", "q4-2.0")
-    bare = msgspec.structs.replace(profile, levels={"q8": profile.levels["q8"]})
-    with pytest.raises(ConfigError, match="q4 is not in the profile, which has lossless, q8"):
-        check_levels(["q4"], bare)
-    with pytest.raises(ConfigError, match="needs --blend-store-profile"):
-        check_levels(["q8"], None)
-    with pytest.raises(ConfigError, match="unknown level 'q5'"):
-        check_levels(["q5"], profile)
-    assert check_levels(["lossless"], None) == ("lossless",)
-
-
-def test_the_version_of_coded_pages_is_not_that_of_lossless_ones() -> None:
-    assert coded_pages.FORMAT_VERSION == 2
-    assert WEIGHTS not in label_of(FORM, profile_of(FORM), "q4").name

@@ -14,7 +14,6 @@ from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_blend.errors import ConfigError
 from sgl_blend.policies import POLICIES
-from sgl_blend.radix_ext.namespaces import architecture
 from sgl_blend.settings.config import (
     ENV_VAR,
     ON_MISS,
@@ -53,20 +52,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("blend_canary_max_kl", math.nan, "blend_canary_max_kl must be a positive number, got nan"),
     ("blend_canary_max_kl", math.inf, "blend_canary_max_kl must be a positive number, got inf"),
     ("blend_canary_max_kl", 0.1, "blend_canary_max_kl has no effect without blend_canary_rate"),
-    ("blend_store_profile", "", "blend_store_profile must not be empty"),
-    ("blend_store_levels", "q5", "blend_store_levels must be one of lossless, q8, .*, got 'q5'"),
-    ("blend_store_levels", "lossless,,q8", "blend_store_levels must be one of .*, got ''"),
-    ("blend_store_levels", "q8", "blend_store_levels q8 needs blend_store_profile"),
-    (
-        "blend_ttft_slo_ms",
-        0.0,
-        "blend_ttft_slo_ms must be a positive number of milliseconds, got .*",
-    ),
-    (
-        "blend_ttft_slo_ms",
-        math.inf,
-        "blend_ttft_slo_ms must be a positive number of milliseconds, got .*",
-    ),
 ]
 WRONG_TYPE: list[tuple[str, Any]] = [
     ("enable_blend", "yes"),
@@ -101,19 +86,6 @@ def parse(*flags: str) -> BlendConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
     return BlendConfig.from_settings(settings_from_flags(parser.parse_args(flags)))
-
-
-def test_a_deadline_is_a_number_as_a_flag_too() -> None:
-    config = parse("--enable-blend", "--blend-ttft-slo-ms", "250")
-    assert config.blend_ttft_slo_ms == 250.0
-    assert parse("--enable-blend").blend_ttft_slo_ms is None
-
-
-def test_levels_may_have_blanks_between_them() -> None:
-    config = BlendConfig(
-        enable_blend=True, blend_store_profile="p", blend_store_levels="q8, q4-2.0"
-    )
-    assert config.store_levels == ("q8", "q4-2.0")
 
 
 def test_blending_is_off_by_default() -> None:
@@ -414,13 +386,6 @@ def test_a_server_says_when_quality_was_not_judged() -> None:
     other = quality_of(PROFILE, {**served, "blend_recompute_ratio": 0.05})
     assert other.startswith(NOT_JUDGED)
     assert "another blend_recompute_ratio" in other
-
-
-def test_an_architecture_is_the_same_wherever_the_model_lies() -> None:
-    config = {"num_hidden_layers": 2, "_name_or_path": "a", "transformers_version": "5"}
-    same = {"_name_or_path": "b", "num_hidden_layers": 2, "dtype": "bfloat16"}
-    assert architecture(config) == architecture(same)
-    assert architecture(config) != architecture({**config, "num_hidden_layers": 3})
 
 
 def test_settings_cannot_be_changed_later() -> None:

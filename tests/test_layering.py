@@ -35,6 +35,8 @@ MEASURED = {
     "sgl_blend.commands.planning.plan_storage_command": "tuning",  # pure formulas, as the next two
     "sgl_blend.commands.planning.plan_inputs": "tuning",
     "sgl_blend.commands.planning.tier_trial": "tuning",
+    "sgl_blend.commands.codec.codec_command": "storage",  # profiles, which a server reads
+    "sgl_blend.commands.codec.profile": "storage",
 }
 
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from sgl_blend.errors import RequestError
 from sgl_blend.policies import POLICIES
 from sgl_blend.protocol.request import RESERVED_SALT, check_salt
-from sgl_blend.radix_ext.namespaces import blend_salt, chunk_salt, fingerprint
+from sgl_blend.radix_ext.namespaces import architecture, blend_salt, chunk_salt, fingerprint
 
 # Salts made of the very words and marks that namespaces are made of.
 salts = st.one_of(
@@ -133,3 +133,10 @@ def test_different_models_have_different_fingerprints(a: str, b: str) -> None:
 def test_a_fingerprint_is_the_same_in_every_process() -> None:
     # A stored chunk outlives the process that wrote it, and hash() does not.
     assert fingerprint("model") == "9372c470eeadd5ec"
+
+
+def test_an_architecture_is_the_same_wherever_the_model_lies() -> None:
+    config = {"num_hidden_layers": 2, "_name_or_path": "a", "transformers_version": "5"}
+    same = {"_name_or_path": "b", "num_hidden_layers": 2, "dtype": "bfloat16"}
+    assert architecture(config) == architecture(same)
+    assert architecture(config) != architecture({**config, "num_hidden_layers": 3})

@@ -2,16 +2,21 @@
 
 # mypy: disallow-untyped-decorators=False
 
-from typing import Any
+from typing import TypeAlias
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
+
+Octets: TypeAlias = NDArray[np.uint8]
+Floats: TypeAlias = NDArray[np.float32]
+Shorts: TypeAlias = NDArray[np.uint16]
 
 _jit = numba.njit(nogil=True, cache=True, boundscheck=False)
 
 
 @_jit
-def _unpack(octets: Any, step: Any, base: Any, row: Any) -> None:
+def _unpack(octets: Octets, step: Floats, base: Floats, row: Floats) -> None:
     half = len(octets)
     for j in range(half):
         row[j] = np.float32(octets[j] & np.uint8(15)) * step[j] + base[j]
@@ -20,7 +25,7 @@ def _unpack(octets: Any, step: Any, base: Any, row: Any) -> None:
 
 
 @_jit
-def _turn(row: Any, cos: Any, sin: Any, neox: bool, out: Any) -> None:
+def _turn(row: Floats, cos: Floats, sin: Floats, neox: bool, out: Floats) -> None:
     pairs = len(cos)
     if neox:
         for j in range(pairs):
@@ -36,7 +41,7 @@ def _turn(row: Any, cos: Any, sin: Any, neox: bool, out: Any) -> None:
 
 
 @_jit
-def _round_to_bfloat16(row: Any, out: Any) -> None:
+def _round_to_bfloat16(row: Floats, out: Shorts) -> None:
     bits = row.view(np.uint32)
     for j in range(len(out)):
         even = (bits[j] >> np.uint32(16)) & np.uint32(1)
@@ -45,7 +50,14 @@ def _round_to_bfloat16(row: Any, out: Any) -> None:
 
 @_jit
 def decode_to_bfloat16(
-    packed: Any, step: Any, base: Any, cos: Any, sin: Any, turns: bool, neox: bool, out: Any
+    packed: Octets,
+    step: Floats,
+    base: Floats,
+    cos: Floats,
+    sin: Floats,
+    turns: bool,
+    neox: bool,
+    out: Shorts,
 ) -> None:
     """Decode to bits of bfloat16, uint16 [units, tokens, heads, dim]; see fast.decode."""
     units, tokens, heads, half = packed.shape
@@ -63,7 +75,14 @@ def decode_to_bfloat16(
 
 @_jit
 def decode_to_float32(
-    packed: Any, step: Any, base: Any, cos: Any, sin: Any, turns: bool, neox: bool, out: Any
+    packed: Octets,
+    step: Floats,
+    base: Floats,
+    cos: Floats,
+    sin: Floats,
+    turns: bool,
+    neox: bool,
+    out: Floats,
 ) -> None:
     """Decode to float32 [units, tokens, heads, dim]; see fast.decode."""
     units, tokens, heads, half = packed.shape
