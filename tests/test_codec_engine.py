@@ -131,13 +131,28 @@ def _with(prompt: Prompt, **params: Any) -> Prompt:
     return replace(prompt, params={**prompt.params, **given})
 
 
-def test_a_request_without_time_takes_the_coarsest(
+def test_deadlines_decide_what_comes(start_engine: StartEngine, profile: Path) -> None:
+    engine = start_engine(**coded(profile, "q8,q4-2.0"))
+    for slo_ms, level in ((1e6, "q8"), (None, "q4-2.0")):
+        _, back, _, _ = engine.call(_store_with_slo, f"slo {slo_ms}", slo_ms)
+        assert back.report["chunk_levels"] == [level] * 3, slo_ms
+
+
+def _without_time(driver: Driver, salt: str, text_s: float) -> Answer:
+    with patch("sgl_blend.scheduler.level_choice.LevelChoice._text_s", lambda *args: text_s):
+        return _store_with_slo(driver, salt, 1e-3)[1]
+
+
+def test_a_request_without_time_takes_the_coarsest_or_text(
     start_engine: StartEngine, profile: Path
 ) -> None:
     engine = start_engine(**coded(profile, "q8,q4-2.0"))
-    for slo_ms, level in ((1e6, "q8"), (1e-3, "q4-2.0"), (None, "q4-2.0")):
-        _, back, _, _ = engine.call(_store_with_slo, f"slo {slo_ms}", slo_ms)
-        assert back.report["chunk_levels"] == [level] * 3, slo_ms
+    slow = engine.call(_without_time, "text is slow", 1e6)
+    assert slow.report["chunk_levels"] == ["q4-2.0"] * 3
+    fast = engine.call(_without_time, "text is fast", 0.0)
+    assert fast.report["chunk_levels"] == []
+    assert fast.report["storage_tokens"] == 0
+    assert fast.report["chunk_misses"] == 3
 
 
 def _exact_after_lossy(driver: Driver, salt: str) -> list[Answer]:
