@@ -254,7 +254,7 @@ def time_level(profile: CodecProfile, level: str, page: CollectedPage) -> dict[s
     values = page.units.view(SHAPE.layers, 2, *page.units.shape[1:]).transpose(0, 1).clone()
     cos, sin = rotation.tables(320, SHAPE.tokens)
     values[0] = turn(values[0], cos, sin, neox=True)
-    octets = values.bfloat16().view(-1).view(torch.uint8).numpy()
+    octets = values.bfloat16().reshape(-1).view(torch.uint8).numpy()
     label = PageLabel("sgb2-0", SHAPE, profile.weights, "0", level, profile.digest())
     data, _ = pack_coded(octets.data, label, coder, 320)
     seconds = {"encode": _best(lambda: pack_coded(octets.data, label, coder, 320))}

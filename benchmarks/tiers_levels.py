@@ -76,4 +76,4 @@ def show(found: dict[str, Any]) -> bool:
     bars = bars_of(found)
     for name, ((value, low, high), bar) in bars.items():
         print(f"{name}: {value:.2f} [{low:.2f}, {high:.2f}], at least {bar}")
-    return all(high >= bar for (_, _, high), bar in bars.values())
+    return all(value >= bar for (value, _, _), bar in bars.values())

@@ -250,12 +250,15 @@ def _stored_levels(
         return None
     if tp_group.num_ranks > 1:
         raise UnsupportedError("--blend-store-profile is not supported with --tp-size yet")
+    if not config.blend_eval:
+        raise UnsupportedError(
+            "--blend-store-profile is for evaluations (--blend-eval) so far: a chunk that was rounded "
+            "is not kept apart from exact KV yet where it stands first in a prompt"
+        )
     profile = read_profile(Path(config.blend_store_profile))
     embedding = fusion.rotation.embedding
     rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
     if profile.is_blank:
-        if not config.blend_eval:
-            raise ConfigError("--blend-store-profile: a blank profile is for evaluations only")
         return StoredLevels([COLLECT], profile, rotation)
     model.settle()
     if profile.weights != model.weights:

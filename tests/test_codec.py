@@ -127,7 +127,7 @@ def test_pages_of_any_shape_come_back(
 ) -> None:
     form = PageFormat(dtype, *sizes)
     sent, back, _ = round_trip(form, level, position, KEY, transform=transform)
-    assert (sent - back).square().mean() < 3 * sent.square().mean()
+    assert (sent - back).square().mean() < sent.square().mean()  # which a page of zeros has
 
 
 @pytest.mark.parametrize("neox", [True, False])
@@ -213,7 +213,7 @@ def test_turning_back_is_no_turn() -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("neox", [True, False])
-@pytest.mark.parametrize("sizes", [(1, 1, 1, 8), (3, 16, 2, 64), (8, 5, 3, 16)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 8), (3, 16, 2, 64), (8, 5, 3, 16), (2, 64, 8, 128)])
 def test_numba_agrees_bit_for_bit(
     dtype: str, neox: bool, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

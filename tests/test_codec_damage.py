@@ -10,11 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import zstandard
-from codec_cases import coder_of, label_of, page_at, rotation
+from codec_cases import coder_of, label_of, page_at, profile_of, rotation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
+from sgl_blend.errors import ConfigError
 from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
 from sgl_blend.storage.codec.coder import Coder
 from sgl_blend.storage.codec.levels import (
@@ -89,8 +90,6 @@ def test_what_is_of_something_else_is_a_mismatch(place: int, value: Any) -> None
 @pytest.mark.parametrize(
     ("place", "value"),
     [
-        (7, -1),
-        (7, 1 << 40),  # beyond what the model can rotate to
         (8, []),
         (8, [[6, 2, 1 << 40]]),
         (8, [[6, 2, -1]]),
@@ -152,3 +151,26 @@ def test_objects_of_this_version_are_readable_for_ever(name: str) -> None:
     data = (DATA / f"page-v2-{name}.sgb").read_bytes()
     back = unpack_coded(data, label, coder, KEY if name == "encrypted" else None)
     assert back == bytearray((DATA / "page-v2.kv").read_bytes())
+
+
+@pytest.mark.parametrize("position", [-1, 241, 1 << 40])
+def test_a_position_beyond_the_model_s_is_left_alone(position: int) -> None:
+    data, label, coder = _changed(7, position)
+    assert unpack_coded(data, label, coder) is Fault.VERSION  # another server may need it
+    page, _ = page_at(FORM, rotation(FORM), POSITION, 5)
+    with pytest.raises(ValueError, match=f"cannot be rotated to position {position}"):
+        pack_coded(page, label, coder, position)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        PageFormat("bfloat16", 4, 16, 2, 16),
+        PageFormat("bfloat16", 2, 16, 2, 16),
+        PageFormat("bfloat16", 3, 16, 3, 16),
+        PageFormat("bfloat16", 3, 16, 2, 32),
+    ],
+)
+def test_a_profile_of_another_shape_is_refused(form: PageFormat) -> None:
+    with pytest.raises(ConfigError, match="of 3 layers of 2 KV heads of 16 values"):
+        Coder(profile_of(FORM), "q4", form, rotation(form))

@@ -67,7 +67,8 @@ def profile(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory)
 
 
 def coded(profile: Path, levels: str, **more: Any) -> dict[str, Any]:
-    return settings(blend_store_profile=str(profile), blend_store_levels=levels, **more)
+    more = {"blend_eval": True, "blend_store_levels": levels, **more}
+    return settings(blend_store_profile=str(profile), **more)
 
 
 def _store_and_ask(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:

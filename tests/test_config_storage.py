@@ -34,9 +34,14 @@ def test_a_value_out_of_range_is_refused_in_one_sentence(
 
 
 def test_a_deadline_is_a_number_as_a_flag_too() -> None:
-    config = parse("--enable-blend", "--blend-ttft-slo-ms", "250")
+    config = parse("--enable-blend", "--blend-store-profile", "p", "--blend-ttft-slo-ms", "250")
     assert config.blend_ttft_slo_ms == 250.0
     assert parse("--enable-blend").blend_ttft_slo_ms is None
+
+
+def test_a_deadline_without_levels_to_choose_from_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^blend_ttft_slo_ms has no effect without"):
+        BlendConfig(enable_blend=True, blend_ttft_slo_ms=100.0)
 
 
 def test_levels_may_have_blanks_between_them() -> None:

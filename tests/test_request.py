@@ -262,7 +262,7 @@ def test_a_malformed_deadline_is_refused(slo: Any) -> None:
 
 
 def test_a_request_may_have_a_deadline_of_its_own() -> None:
-    config = BlendConfig(enable_blend=True, blend_ttft_slo_ms=300.0)
+    config = BlendConfig(enable_blend=True, blend_store_profile="p", blend_ttft_slo_ms=300.0)
     assert parse_overrides({}, CONFIG).slo_ms is None
     assert parse_overrides({}, config).slo_ms == 300.0
     assert parse_overrides({"sgl_blend_slo_ms": 50}, config).slo_ms == 50.0

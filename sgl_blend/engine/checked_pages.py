@@ -143,19 +143,21 @@ class CheckedPages:
         stream, levels = _stream_of(extra_info), self.levels
         if stream is None or levels is None:
             return self._objects.count(keys, LEVEL)
-        counts = {level: self._objects.count(keys, level) for level in levels.readable}
         found = 0
-        for index, key in enumerate(keys):
-            # Behind its first gap a level is asked again: a full disk leaves single pages out.
-            for level in [level for level, count in counts.items() if count < index]:
-                counts[level] = index + self._objects.count(keys[index:], level)
-            stored = [level for level, count in counts.items() if count > index]
-            if not stored:
+        while found < len(keys):
+            # From a gap on all levels are asked again: a full disk leaves single pages out.
+            counts = {level: self._objects.count(keys[found:], level) for level in levels.readable}
+            reach = max(counts.values())
+            if reach == 0:
                 break
-            stream.found(key, stored)
-            found += 1
+            for index in range(reach):
+                stored = [level for level, count in counts.items() if count > index]
+                stream.found(keys[found + index], stored)
+            found += reach
         with self._lock:
-            self._streams.update(dict.fromkeys(keys[:found], stream))
+            for key in keys[:found]:
+                self._streams.pop(key, None)  # so that it stands behind all others
+                self._streams[key] = stream
             while len(self._streams) > _MOST_STREAMS:
                 del self._streams[next(iter(self._streams))]
         return found

@@ -219,7 +219,8 @@ class PageObjects:
         if stored is False:
             # The page is copied here: after a call that is given up, it may be another's.
             data = self._pack(read(), label, position)
-            stored = self._calls.call(lambda: self._store.get().write(label.name, data))
+            if data is not None:
+                stored = self._calls.call(lambda: self._store.get().write(label.name, data))
         if isinstance(stored, CallFault):
             self.counters.fault(stored)
         if stored is not True:
@@ -229,12 +230,22 @@ class PageObjects:
         self.counters.add_moved("write", label.format.page_bytes, time.perf_counter() - began)
         return True
 
-    def _pack(self, page: memoryview, label: PageLabel, position: int) -> bytearray:
+    def _pack(self, page: memoryview, label: PageLabel, position: int) -> bytearray | None:
+        """Return the object of a page; None if it cannot be made.
+
+        It runs in SGLang's thread, which would die of an exception and never write again.
+        """
         levels = self.levels
-        if label.level == LEVEL or levels is None:
+        if label.level == LEVEL:
             return pack(page, label, self._key)
-        coder = levels.coder(label.level, label.format)
-        data, clipped = pack_coded(page, label, coder, position, self._key)
+        if levels is None:  # the weights are others now
+            return None
+        try:
+            coder = levels.coder(label.level, label.format)
+            data, clipped = pack_coded(page, label, coder, position, self._key)
+        except Exception:
+            logger.exception("sgl-blend: a page could not be coded")
+            return None
         levels.saw(label.level, len(data), label.format.page_bytes)
         self.counters.add("clipped", clipped)
         return data

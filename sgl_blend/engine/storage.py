@@ -120,6 +120,8 @@ def name_stored_weights(
         levels: At which chunks are stored; None: nothing is lost.
     """
     if getattr(getattr(tree, "cache_controller", None), "storage_host_pool", None) is not None:
+        if levels is not None:
+            levels.prepare(HostPages(tree.cache_controller.storage_host_pool).form)
         rotary = sha256(identity.encode()).hexdigest()[:16]
         stored_weights(tree).renew(weights, rotary, levels)
 

@@ -69,9 +69,10 @@ _HELP = {
     "access to it.",
     "blend_store_unchecked": "Let storage backends of HiCache whose objects are not checked run as "
     "they are. file and mooncake are always checked.",
-    "blend_store_profile": "File that sgl-blend codec profile wrote for this model. Chunks in a "
-    "storage backend are coded as it says, in a few bits per value. Exact prefixes never are, and with "
-    "--blend-on-miss build nothing is. A profile of other weights is refused.",
+    "blend_store_profile": "For evaluations only so far (--blend-eval). File that sgl-blend codec "
+    "profile wrote for this model. Chunks in a storage backend are coded as it says, in a few bits "
+    "per value. Exact prefixes are not, and with --blend-on-miss build nothing is. A profile of other "
+    "weights is refused.",
     "blend_store_levels": "Levels at which chunks are stored, separated by commas: "
     f"{', '.join(LEVEL_NAMES)}. Several let each request take the finest that is there in time. By "
     "default the coarsest of the profile.",
@@ -140,6 +141,10 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self._check_levels()
         if self.blend_ttft_slo_ms is not None:
             check_milliseconds("blend_ttft_slo_ms", self.blend_ttft_slo_ms, ConfigError)
+            _require(
+                self.blend_store_profile is not None,
+                "blend_ttft_slo_ms has no effect without blend_store_profile",
+            )
         check_ratio("blend_canary_rate", self.blend_canary_rate, ConfigError)
         _require(
             0 < self.blend_canary_max_kl < math.inf,

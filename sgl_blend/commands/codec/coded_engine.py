@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,12 +98,19 @@ class CodedEngine:
             )
         ]
 
-    def build(self, prompts: Sequence[Prompt], watch: Progress) -> None:
-        """Have the chunks of prompts built and stored."""
-        for number, batch in enumerate(_batches(prompts)):
+    def build(
+        self,
+        prompts: Sequence[Prompt],
+        watch: Progress,
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Have the chunks of prompts built and stored, until it is enough."""
+        for batch in _batches(prompts):
             self._ask(batch, [(0,)] * len(batch), max_new_tokens=1)
             self._wait()
-            watch("building chunks", number * BATCH + len(batch))
+            watch("building chunks", len(batch))
+            if is_enough():
+                break
         self._engine.flush()
 
     def ask_stored(
@@ -111,13 +118,10 @@ class CodedEngine:
     ) -> list[Answer]:
         """Answer prompts whose chunks are in the store alone."""
         answers: list[Answer] = []
-        for batch in _batches(prompts):
-            ids = reference_ids[len(answers) : len(answers) + len(batch)]
+        for prompt, known in zip(prompts, reference_ids, strict=True):
             self._engine.flush()
-            # One by one: a request waits for its chunks as long as for a store that is down.
-            for prompt, known in zip(batch, ids, strict=True):
-                answers += self._ask([prompt], [known], self._settings.max_new_tokens)
-            watch("asking from the store", len(answers))
+            answers += self._ask([prompt], [known], self._settings.max_new_tokens)
+            watch("asking from the store", 1)
         return answers
 
     def _ask(

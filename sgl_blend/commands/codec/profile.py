@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +176,16 @@ def collect_pages(
     write_profile(blank_profile(), path)
     pages: list[CollectedPage] = []
     with CodedEngine(settings, {"blend_store_profile": str(path)}) as engine:
-        engine.build(prompts, watch)
+        engine.build(
+            prompts, watch, lambda: len(list(engine.folder.glob("sgb2-collect-*"))) >= MOST_PAGES
+        )
         held = 0
         for file in sorted(engine.folder.glob("sgb2-collect-*")):
             page = read_collected(file.read_bytes())
             if page is not None:
                 pages.append(page)
                 held += page.units.numel() * 4
-            if len(pages) == MOST_PAGES or held > MOST_BYTES:
+            if len(pages) == MOST_PAGES or (held > MOST_BYTES and len(pages) >= LEAST_PAGES):
                 break
     if len(pages) < LEAST_PAGES:
         raise CommandError(
@@ -314,13 +317,19 @@ class LevelRun:
             engine.build(self._prompts, self._watch)
             answers = engine.ask_stored(self._prompts, self._ids, self._watch)
         _check_source(level, answers)
+        # A prompt that no chunk came back for says nothing of the level.
+        tells = [level in answer.report["chunk_levels"] for answer in answers]
         pairs = zip(self._base, answers, strict=True)
         return judge_level(
             level,
             figures,
-            self._values(self._base),
-            self._values(answers),
-            [kl_divergence(a.first, b.first, self._vocab_size) for a, b in pairs],
+            list(compress(self._values(self._base), tells)),
+            list(compress(self._values(answers), tells)),
+            list(
+                compress(
+                    [kl_divergence(a.first, b.first, self._vocab_size) for a, b in pairs], tells
+                )
+            ),
             what="accuracy" if self._judges else "same first token",
             max_loss=self._plan.max_loss,
         )

@@ -64,7 +64,7 @@ def pack_coded(
         The object, and how many values were clipped.
 
     Raises:
-        ValueError: The page is not as long as its format says.
+        ValueError: The page is not as long as its format says, or stands beyond the model's positions.
     """
     form = label.format
     if memoryview(page).nbytes != form.page_bytes:
@@ -72,6 +72,8 @@ def pack_coded(
     if memoryview(page).readonly:
         page = bytearray(page)  # torch views no other; nothing writes to it
     values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
+    if not coder.takes(position):
+        raise ValueError(f"keys cannot be rotated to position {position}")
     frames, parts, first, clipped = [], [], 0, 0
     for count in coder.frames:
         coded = coder.encode(values, first, count, position)
@@ -129,6 +131,8 @@ def unpack_coded(
     header, rest = parts
     if not _is_of(header, label):
         return Fault.MISMATCH
+    if not coder.knows(header.position):
+        return Fault.VERSION  # of a server with longer prompts, which may need it
     return _join(header, rest, label, coder) or Fault.CORRUPT
 
 
@@ -154,7 +158,7 @@ def _is_of(header: Header, label: PageLabel) -> bool:
 def _join(header: Header, data: memoryview, label: PageLabel, coder: PageCoder) -> bytearray | None:
     """Return the page of these frames; None if they are not what its format asks for."""
     form, frames = label.format, header.frames
-    if [frame.units for frame in frames] != coder.frames or not coder.knows(header.position):
+    if [frame.units for frame in frames] != coder.frames:
         return None
     if any(frame.size < 0 for frame in frames) or sum(f.size for f in frames) != len(data):
         return None

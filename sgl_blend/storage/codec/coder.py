@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from sgl_blend.errors import ConfigError
 from sgl_blend.kernels.delta_rope import delta_rope_tables
 from sgl_blend.storage.codec import fast
 from sgl_blend.storage.codec.entropy import (
@@ -61,8 +62,11 @@ class PageCoder(Protocol):
     def frames(self) -> list[int]:
         """How many (layer, K/V) each frame of a page holds."""
 
+    def takes(self, position: int) -> bool:
+        """Tell whether keys can be rotated back from the positions of a page."""
+
     def knows(self, position: int) -> bool:
-        """Tell whether keys can be rotated to the positions of a page."""
+        """Tell whether pages of these positions can be decoded."""
 
     def encode(self, page: torch.Tensor, first: int, count: int, position: int) -> Coded:
         """Code neighbouring units of a page."""
@@ -83,6 +87,9 @@ class Coder:
         rotation: Of the model's keys.
         first_head: First KV head of this rank.
 
+    Raises:
+        ConfigError: The profile is of a model of another shape.
+
     Attributes:
         level: Its name.
         profile: Digest of the profile.
@@ -97,6 +104,12 @@ class Coder:
         rotation: Rotation,
         first_head: int = 0,
     ) -> None:
+        own, known = (form.layers, form.dim), (profile.layers, profile.dim)
+        if own != known or first_head + form.heads > profile.heads:
+            raise ConfigError(
+                f"--blend-store-profile is of {profile.layers} layers of {profile.heads} KV heads of "
+                f"{profile.dim} values, the model has {form.layers} of {form.heads} of {form.dim}"
+            )
         self.level = level
         self.profile = profile.digest()
         self._form = form
@@ -107,6 +120,7 @@ class Coder:
             make_unit_code(profile, rounding, index, Transform(transform), heads)
             for index, transform in enumerate(figures.transforms)
         ]
+        self._last = 0, rotation.tables(0, form.tokens)
         self._together: dict[int, UnitCode] = {}
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
@@ -120,6 +134,18 @@ class Coder:
             if all(code.transform is Transform.DIRECT for code in codes):
                 self._together[first] = stack_codes(codes)
             first += count
+
+    def _tables(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what rotates the keys of a page; all frames of a page ask for the same."""
+        known, tables = self._last
+        if known != position:
+            tables = self._rotation.tables(position, self._form.tokens)
+            self._last = position, tables
+        return tables
+
+    def takes(self, position: int) -> bool:
+        """Tell whether keys can be rotated back from the positions of a page."""
+        return self.knows(position)
 
     def knows(self, position: int) -> bool:
         """Tell whether keys can be rotated to the positions of a page."""
@@ -141,7 +167,7 @@ class Coder:
         if not bool(torch.isfinite(units).all()):
             return None
         keys = units[first % 2 :: 2]
-        cos, sin = self._rotation.tables(position, self._form.tokens)
+        cos, sin = self._tables(position)
         keys.copy_(turn(keys, cos, -sin, neox=self._rotation.neox))
         if (together := self._together.get(first)) is not None:
             packed, clipped = encode_unit(units, together)
@@ -166,14 +192,16 @@ class Coder:
         if packed is None:
             return False
         tokens, neox = self._form.tokens, self._rotation.neox
-        cos, sin = self._rotation.tables(position, tokens)
+        cos, sin = self._tables(position)
         of_keys, of_values = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
         keys = page[0, (first + 1) // 2 : (first + count + 1) // 2]
         values = page[1, first // 2 : (first + count) // 2]
         together = self._together.get(first)
-        if together is not None and fast.can_decode(together, page.dtype):
+        if together is not None and fast.can_decode(
+            together, page.dtype, self._rotation.table.shape[1], neox=neox
+        ):
             bins = packed.view(count, tokens, self._form.heads, self._form.dim // 2)
-            fast.decode(bins[of_keys], together.part(of_keys), (cos, sin, neox), keys)
+            fast.decode(bins[of_keys], together.part(of_keys), (cos, sin), keys)
             fast.decode(bins[of_values], together.part(of_values), None, values)
             return True
         if together is not None:

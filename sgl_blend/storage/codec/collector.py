@@ -34,6 +34,10 @@ class Collector:
         self._rotation = rotation
         self.frames = [1] * (2 * form.layers)
 
+    def takes(self, position: int) -> bool:
+        """Tell whether keys can be rotated back from the positions of a page."""
+        return 0 <= position <= len(self._rotation.table) - self._form.tokens
+
     def knows(self, position: int) -> bool:
         """Tell that no server reads these pages."""
         return False

@@ -7,7 +7,7 @@ operation of its own, as in quantiser.py: numba fuses none unless it is told to.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
 from importlib.util import find_spec
 
 import numpy as np
@@ -16,18 +16,33 @@ import torch
 from sgl_blend.storage.codec.levels import LEVELS, Transform
 from sgl_blend.storage.codec.quantiser import UnitCode
 
-Turn = tuple[torch.Tensor, torch.Tensor, bool]
+logger = logging.getLogger(__name__)
+
+Turn = tuple[torch.Tensor, torch.Tensor]
 
 
 @functools.cache
 def is_available() -> bool:
-    """Tell whether numba is installed."""
-    return find_spec("numba") is not None
+    """Tell whether numba is installed and can keep what it compiles."""
+    if find_spec("numba") is None:
+        return False
+    try:
+        from sgl_blend.storage.codec import fast_kernels  # noqa: F401 - is found where it is used
+    except (ImportError, RuntimeError) as err:  # numba finds no folder that it may write to
+        logger.warning("sgl-blend: coded pages are decoded without numba: %s", err)
+        return False
+    return True
 
 
-def can_decode(code: UnitCode, dtype: torch.dtype) -> bool:
-    """Tell whether units are decoded here."""
-    return code.level.bits == 4 and dtype in (torch.bfloat16, torch.float32) and is_available()
+def can_decode(code: UnitCode, dtype: torch.dtype, rotary_dim: int, *, neox: bool) -> bool:
+    """Tell whether units are decoded here: heads that are rotated as a whole, by halves."""
+    return (
+        code.level.bits == 4
+        and dtype in (torch.bfloat16, torch.float32)
+        and neox
+        and rotary_dim == code.step.shape[-1]
+        and is_available()
+    )
 
 
 def warm_up() -> None:
@@ -39,7 +54,7 @@ def warm_up() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         out = torch.empty(1, 1, 1, 2, dtype=dtype)
         packed = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-        for turn in (None, (still, still, True)):
+        for turn in (None, (still, still)):
             decode(packed, code, turn, out)
 
 
@@ -49,27 +64,21 @@ def decode(packed: torch.Tensor, code: UnitCode, turn: Turn | None, out: torch.T
     Args:
         packed: uint8 [units, tokens, heads, dim / 2].
         code: Of the units, stacked.
-        turn: cos and sin, float32 [tokens, rotary_dim / 2], and whether the halves of a head form the
-            pairs; None for V.
+        turn: cos and sin, float32 [tokens, dim / 2]; None for V.
         out: bfloat16 or float32 [units, tokens, heads, dim]; filled.
     """
-    cos, sin, neox = turn or (torch.empty(len(out[0]), 0), torch.empty(len(out[0]), 0), True)
-    kernel, bits = _kernel_for(out)
-    kernel(
-        packed.contiguous().numpy(),  # loops over other strides are many times slower
-        code.step[:, 0].contiguous().numpy(),
-        code.base[:, 0].contiguous().numpy(),
-        cos.numpy(),
-        sin.numpy(),
-        turn is not None,
-        neox,
-        bits,
-    )
+    if not len(out):
+        return
+    from sgl_blend.storage.codec import fast_kernels as kernels
 
-
-def _kernel_for(out: torch.Tensor) -> tuple[Callable[..., None], np.ndarray]:
-    from sgl_blend.storage.codec import fast_kernels
-
+    # Loops over other strides than those of whole arrays are many times slower.
+    tables = [table.reshape(len(out), *out.shape[2:]).numpy() for table in (code.step, code.base)]
+    arrays = [packed.contiguous().numpy(), *map(np.ascontiguousarray, tables)]
+    arrays += [] if turn is None else [part.contiguous().numpy() for part in turn]
     if out.dtype == torch.bfloat16:
-        return fast_kernels.decode_to_bfloat16, out.view(torch.int16).numpy().view(np.uint16)
-    return fast_kernels.decode_to_float32, out.numpy()
+        bits = out.view(torch.int16).numpy().view(np.uint16)
+        (kernels.values_to_bfloat16 if turn is None else kernels.keys_to_bfloat16)(*arrays, bits)
+    else:
+        (kernels.values_to_float32 if turn is None else kernels.keys_to_float32)(
+            *arrays, out.numpy()
+        )

@@ -72,6 +72,16 @@ class StoredLevels:
         profile = self._profile
         return profile is not None and (profile.is_blank or profile.weights == weights)
 
+    def prepare(self, form: PageFormat) -> None:
+        """Make everything that pages are coded with; no thread that serves has to.
+
+        Raises:
+            ConfigError: The profile is of a model of another shape, or a package is missing.
+        """
+        for level in self.names:
+            if level != LOSSLESS:
+                self.coder(level, form)
+
     def coder(self, level: str, form: PageFormat) -> PageCoder:
         """Return what codes pages at a level that is not lossless."""
         assert self._profile is not None, f"no profile for {level}"
