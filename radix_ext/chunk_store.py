@@ -37,8 +37,9 @@ from sgl_blend.engine.tree import (
     stored_tokens,
     unlock_node,
 )
-from sgl_blend.engine.tree_branch import find_branch, make_check
+from sgl_blend.engine.tree_branch import Branch, find_branch, make_check, numbers_its_nodes
 from sgl_blend.protocol.request import Span
+from sgl_blend.radix_ext.places import Places
 
 
 class ChunkKey(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
@@ -109,6 +110,7 @@ class ChunkStore:
         self._page_size = page_size
         self._removals = 0
         self._are_there = make_check(tree)
+        self._places = Places(pool_use(tree)["capacity"]) if numbers_its_nodes(tree) else None
 
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
@@ -137,13 +139,34 @@ class ChunkStore:
         if branch is None:
             return hits
         prefix_length, page_size = keys[0].prefix_length, self._page_size
-        matches = branch.find_all([key.tokens for key in keys])
+        matches = self._find_matches(branch, keys)
         for index, (key, span, found) in enumerate(zip(keys, spans, matches, strict=True)):
             if found is not None and (stored := found.stop - prefix_length) > 0:
                 missing = prefix_length + span.stop - span.start - found.stop
                 complete = missing < page_size
                 hits[index] = ChunkHit(key, span, found, prefix_length, stored, complete)
         return hits
+
+    def _find_matches(self, branch: Branch, keys: Sequence[ChunkKey]) -> list[TreeMatch | None]:
+        """Return as much of each path as is stored; where they were found before is asked first."""
+        chunks, places = [key.tokens for key in keys], self._places
+        if places is None:
+            return branch.find_all(chunks)
+        group = (keys[0].salt, keys[0].extra_key, keys[0].prefix)
+        matches = places.find(group, chunks)
+        known = [match for match in matches if match is not None]
+        checks = iter(self._are_there(known))
+        matches = [match if match is not None and next(checks) else None for match in matches]
+        wanted = [index for index, match in enumerate(matches) if match is None]
+        if not wanted:
+            return matches
+        prefix_length = keys[0].prefix_length
+        for index, match in zip(wanted, branch.find_all(chunks[i] for i in wanted), strict=True):
+            matches[index] = match
+            whole = self.whole_pages(prefix_length + keys[index].length)
+            if match is not None and match.known is None and match.stop == whole:
+                places.add(group, chunks[index], match)
+        return matches
 
     def still_there(self, hits: Sequence[ChunkHit | None]) -> list[ChunkHit | None]:
         """Return the hits with None for those that may not be where they were found."""

@@ -77,6 +77,11 @@ def _is_known_rust(core: Any) -> bool:
     return hasattr(core, "_bindings") and all(hasattr(native, call) for call in calls)
 
 
+def numbers_its_nodes(tree: Tree) -> bool:
+    """Tell whether nodes are known by numbers for good, so that make_check can find them again."""
+    return _is_known_rust(getattr(tree, "tree_core", None))
+
+
 def make_check(tree: Tree) -> Callable[[Sequence[TreeMatch]], list[bool]]:
     """Return a test whether KV is still where a branch found it, whatever was removed since.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TypeAlias
 
 import numpy as np
@@ -62,9 +63,20 @@ def grow(codec: int, data: memoryview, raw: Octets, item: int) -> bool:
     return True
 
 
+class _Zstd(threading.local):
+    """A compressor and a decompressor for each thread: making one takes as long as a small frame."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+        self.decompressor = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
+
+
 def deflate(data: bytes | memoryview) -> bytes:
     """Compress by zstd."""
-    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(data)
+    return _zstd.compressor.compress(data)
 
 
 def inflate(data: memoryview, size: int) -> bytes | None:
@@ -73,9 +85,7 @@ def inflate(data: memoryview, size: int) -> bytes | None:
         # zstandard allocates what the frame claims to hold, so the claim is looked at first.
         if zstandard.frame_content_size(data) != size:
             return None
-        made = zstandard.ZstdDecompressor().decompress(
-            data, max_output_size=size, allow_extra_data=False
-        )
+        made = _zstd.decompressor.decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError:
         return None
     return made if len(made) == size else None

@@ -122,6 +122,7 @@ class Coder:
         ]
         self._last = 0, rotation.tables(0, form.tokens)
         self._together: dict[int, UnitCode] = {}
+        self._kinds: dict[int, tuple[UnitCode, UnitCode]] = {}  # the same, keys and values apart
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
             tables = probabilities_of(profile, rounding, figures)
@@ -132,7 +133,11 @@ class Coder:
         for count in self.frames:
             codes = self.codes[first : first + count]
             if all(code.transform is Transform.DIRECT for code in codes):
-                self._together[first] = stack_codes(codes)
+                self._together[first] = together = stack_codes(codes)
+                self._kinds[first] = (
+                    together.part(slice(first % 2, None, 2)),
+                    together.part(slice(1 - first % 2, None, 2)),
+                )
             first += count
 
     def _tables(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,9 +205,10 @@ class Coder:
         if together is not None and fast.can_decode(
             together, page.dtype, self._rotation.table.shape[1], neox=neox
         ):
+            of_key_units, of_value_units = self._kinds[first]
             bins = packed.view(count, tokens, self._form.heads, self._form.dim // 2)
-            fast.decode(bins[of_keys], together.part(of_keys), (cos, sin), keys)
-            fast.decode(bins[of_values], together.part(of_values), None, values)
+            fast.decode(bins[of_keys], of_key_units, (cos, sin), keys)
+            fast.decode(bins[of_values], of_value_units, None, values)
             return True
         if together is not None:
             units = decode_unit(packed.view(count, -1), together, tokens)

@@ -70,7 +70,9 @@ class UnitCode:
     def part(self, units: slice) -> UnitCode:
         """Return the code of some units of several that are stacked."""
         tables = (self.step, self.base, self.mean, self.low, self.anchor_step)
-        return UnitCode(self.transform, self.level, *(table[units] for table in tables))
+        return UnitCode(
+            self.transform, self.level, *(table[units].contiguous() for table in tables)
+        )
 
 
 def num_anchors(tokens: int) -> int:
