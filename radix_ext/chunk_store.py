@@ -110,7 +110,10 @@ class ChunkStore:
         self._page_size = page_size
         self._removals = 0
         self._are_there = make_check(tree)
-        self._places = Places(pool_use(tree)["capacity"]) if numbers_its_nodes(tree) else None
+        self._places = None
+        if numbers_its_nodes(tree):
+            capacity, may_change = pool_use(tree)["capacity"], has_host_tier(tree)
+            self._places = Places(capacity, slots_may_change=may_change)
 
     def find(self, key: ChunkKey, span: Span) -> ChunkHit | None:
         """Return what is stored of a chunk on the device, or None if not a token is."""
@@ -160,12 +163,18 @@ class ChunkStore:
         wanted = [index for index, match in enumerate(matches) if match is None]
         if not wanted:
             return matches
+        new = branch.find_all(chunks[index] for index in wanted)
         prefix_length = keys[0].prefix_length
-        for index, match in zip(wanted, branch.find_all(chunks[i] for i in wanted), strict=True):
+        complete: list[bytes] = []
+        where: list[TreeMatch] = []
+        for index, match in zip(wanted, new, strict=True):
             matches[index] = match
-            whole = self.whole_pages(prefix_length + keys[index].length)
-            if match is not None and match.known is None and match.stop == whole:
-                places.add(group, chunks[index], match)
+            if match is not None and match.known is None:
+                whole = self.whole_pages(prefix_length + keys[index].length)
+                if match.stop == whole:
+                    complete.append(chunks[index])
+                    where.append(match)
+        places.add(group, complete, where)
         return matches
 
     def still_there(self, hits: Sequence[ChunkHit | None]) -> list[ChunkHit | None]:

@@ -20,12 +20,15 @@ class Places:
     """Remembers matches as a branch of the tree made them; owned by the scheduler thread.
 
     Args:
-        most_tokens: Of all chunks together, beyond which everything is forgotten. The KV pool's
+        most_tokens: Of all chunks that were added, beyond which everything is forgotten. The KV pool's
             capacity is a good number: what is remembered then takes 8 bytes for a token of KV.
+        slots_may_change: Whether a node may come back in other slots. Then matches are handed out as
+            copies, because who reads the slots of a match leaves them in it.
     """
 
-    def __init__(self, most_tokens: int) -> None:
+    def __init__(self, most_tokens: int, *, slots_may_change: bool) -> None:
         self._most = most_tokens
+        self._copies = slots_may_change
         self._groups: dict[Group, dict[bytes, TreeMatch]] = {}
         self._num_tokens = 0
 
@@ -34,19 +37,20 @@ class Places:
         known = self._groups.get(group)
         if known is None:
             return [None] * len(chunks)
-        found = map(known.get, chunks)
-        # Copies: who reads the slots of a match leaves them in it.
-        return [
-            None if at is None else TreeMatch(at.node, at.stop, at.start, at.known, at.read)
-            for at in found
-        ]
+        found = list(map(known.get, chunks))
+        return list(map(_copy, found)) if self._copies else found
 
-    def add(self, group: Group, tokens: bytes, match: TreeMatch) -> None:
-        """Remember where a complete chunk is; the match is one whose slots nobody has read."""
+    def add(self, group: Group, chunks: Sequence[bytes], matches: Sequence[TreeMatch]) -> None:
+        """Remember where complete chunks are; of none of the matches anybody has read the slots."""
         if self._num_tokens > self._most:
             self._groups.clear()
             self._num_tokens = 0
-        known = self._groups.setdefault(group, {})
-        if tokens not in known:
-            self._num_tokens += len(tokens) // _TOKEN_BYTES
-        known[tokens] = TreeMatch(match.node, match.stop, match.start, match.known, match.read)
+        self._num_tokens += sum(map(len, chunks)) // _TOKEN_BYTES
+        own = map(_copy, matches) if self._copies else matches
+        self._groups.setdefault(group, {}).update(zip(chunks, own, strict=True))  # type: ignore[arg-type]
+
+
+def _copy(match: TreeMatch | None) -> TreeMatch | None:
+    if match is None:
+        return None
+    return TreeMatch(match.node, match.stop, match.start, match.known, match.read)
