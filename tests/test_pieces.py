@@ -49,7 +49,8 @@ def _give_controller(driver: Driver) -> None:
     """Let the controller believe in a slow model and a store that hands over chunk after chunk."""
     token_bytes = host_token_bytes(driver.scheduler.tree_cache)
     times = ModelTimes(LAYERS, 1, token_bytes // LAYERS, lambda rows: ROW_S * rows)
-    storage = LinkSpeed(1e-3, PAGE * token_bytes / READ_S)
+    share = driver.runtime.storage._least_share  # of KV that a store holds
+    storage = LinkSpeed(1e-3, share * PAGE * token_bytes / READ_S)
     with patch("sgl_blend.scheduler.loading_controller.UNKNOWN_STORAGE", storage):
         made = LoadingController(times, LinkSpeed(1e-5, 1e12), token_bytes, TPGroup())
     driver.runtime.admission._host._controller = made

@@ -1,35 +1,9 @@
-"""Tables of chunks behind the device: tiers, coding, streaming."""
+"""Tables of chunks behind the device."""
 
 from collections.abc import Callable
 from typing import Any
 
-from tools.results_tables import circumstances, interval, load, percent, table
-
-
-def tiers() -> str:
-    found = load("tiers.json")
-    fixed, chosen = found["medians_s"]["fixed"], found["medians_s"]["controller"]
-    rows = [
-        (place, f"{1000 * fixed[place]:,.0f}", f"{1000 * chosen[place]:,.0f}") for place in fixed
-    ]
-    host = found["host"]
-    load_s = host["host_latency_s"] + found["num_bytes"] / host["host_bytes_per_s"]
-    told = (
-        f"A prompt reuses {found['num_bytes'] / 1e6:,.0f} MB of KV. Host memory loads them in "
-        f"{1000 * load_s:,.0f} ms, by the controller's own measure. Medians of "
-        f"{len(found['seconds']['fixed']['text'])} rounds.\n\n"
-    )
-    bars = [
-        (name, f"{value:.3f} {interval(low, high, 3)}", f"{bar:.2f}")
-        for name, (value, low, high, bar) in found["bars"].items()
-    ]
-    return (
-        circumstances(found, "benchmarks/tiers.py")
-        + told
-        + table(("where chunks lie", "TTFT, loads all, ms", "TTFT, controller, ms"), rows)
-        + "\n"
-        + table(("ratio of pairs", "measured", "bar"), bars)
-    )
+from tools.results_tables import circumstances, interval, load, table
 
 
 def codec() -> str:
@@ -101,22 +75,5 @@ def _speed(speeds: dict[str, float], what: str) -> str:
     return f"{speeds[what]:,.0f}" if what in speeds else ""
 
 
-def streaming() -> str:
-    found = load("streaming.json")
-    levels = list(found["mean"])
-    rows = [
-        (
-            name,
-            f"{1000 * case['slo_s']:,.0f} ms",
-            *(percent(case["rows"][level]["violations"], 0) for level in levels),
-        )
-        for name, case in found["cases"].items()
-    ]
-    rows.append(("mean", "", *(percent(found["mean"][level]) for level in levels)))
-    return circumstances(found, "benchmarks/streaming.py") + table(
-        ("trace, beyond the device's time", "deadline", *levels), rows
-    )
-
-
-BLOCKS: dict[str, Callable[[], str]] = {"tiers": tiers, "codec": codec, "streaming": streaming}
+BLOCKS: dict[str, Callable[[], str]] = {"codec": codec}
 """By the name of the file, without its ending."""
