@@ -58,8 +58,9 @@ class ForegroundBuilds:
     def may_probe(self, state: RequestState) -> bool:
         """Tell whether a request goes by what is remembered of its chunks.
 
-        Not if the pool cannot hold a probe beside all of them. That is told from lengths alone: what
-        was remembered for other requests must not change an answer.
+        Not if the model's context cannot hold a probe of one of them, or the pool a probe beside all of
+        them. That is told from lengths alone: what was remembered for other requests must not change an
+        answer.
         """
         if state.goes_by_memory is None:
             state.goes_by_memory = self._has_room_for_probes(state)
@@ -69,6 +70,8 @@ class ForegroundBuilds:
         if not POLICIES[state.policy].trusts_memory or not state.keys:
             return False
         chunks = dict.fromkeys(state.keys)
+        if not all(map(self._memories.can_probe, chunks)):
+            return False
         prefix = state.keys[0].prefix_length
         stored = prefix + sum(key.length + self._slack for key in chunks)
         longest = max(key.length for key in chunks)

@@ -35,7 +35,16 @@ _NUM_SINKS = 4
 
 
 class Intake:
-    """Reads chunks and overrides of arriving requests and moves blended ones to their namespace."""
+    """Reads chunks and overrides of arriving requests and moves blended ones to their namespace.
+
+    Args:
+        config: The server's settings.
+        model: Whose namespaces they are.
+        separator_id: Token that separates chunks, if there is one.
+        bos_token_id: What prompts of the model begin with, if there is one.
+        switch: Whether requests are blended at present.
+        longest: Tokens of the longest path that the model can prefill.
+    """
 
     def __init__(
         self,
@@ -45,12 +54,14 @@ class Intake:
         separator_id: int | None,
         bos_token_id: int | None,
         switch: BlendSwitch,
+        longest: int,
     ) -> None:
         self._config = config
         self._model = model
         self._separator_id = separator_id
         self._bos_token_id = bos_token_id
         self._switch = switch
+        self._longest = longest
         self._serials = itertools.count()
 
     def read(self, received: Received) -> RequestState:
@@ -79,15 +90,21 @@ class Intake:
             set_salt(received, rejected_salt(salt_of(received)))
             return self._plain(received, len(token_ids), FallbackReason.MALFORMED)
         set_received_ids(received, prompt.token_ids)
-        spans = tuple(
-            span for span in prompt.spans if len(span) >= self._config.blend_min_chunk_tokens
-        )
+        spans = self._reusable(prompt)
         reason = _why_plain(overrides, spans)
         if reason is None and not self._switch.is_on:
             reason = FallbackReason.CANARY
         if reason is not None:
             return self._plain(received, len(prompt.token_ids), reason)
         return self._blended(received, prompt, spans, overrides)
+
+    def _reusable(self, prompt: ChunkedPrompt) -> tuple[Span, ...]:
+        """Return the chunks that are long enough to be reused, and short enough to be built."""
+        if not prompt.spans:
+            return ()
+        prefix = len(self._build_prefix(prompt)) // prompt.token_ids.itemsize
+        least, most = self._config.blend_min_chunk_tokens, self._longest - prefix
+        return tuple(span for span in prompt.spans if least <= len(span) <= most)
 
     def _blended(
         self,

@@ -82,9 +82,12 @@ class Memories:
         store: Where chunks are found.
         vocab_size: Token ids of the model.
         num_tokens: Places.
+        longest: Tokens of the longest path that the model can prefill. A chunk whose probes would be
+            longer has no memory.
     """
 
-    def __init__(self, store: ChunkStore, vocab_size: int, num_tokens: int) -> None:
+    def __init__(self, store: ChunkStore, vocab_size: int, num_tokens: int, longest: int) -> None:
+        self._longest = longest
         self._store = store
         self._texts = tuple(made_up_texts(vocab_size))
         self._entries: OrderedDict[ChunkKey, _Entry] = OrderedDict()
@@ -96,8 +99,12 @@ class Memories:
         """Chunks that have a memory, or a part of one."""
         return len(self._entries)
 
+    def can_probe(self, chunk: ChunkKey) -> bool:
+        """Tell whether the model's context holds a probe of a chunk."""
+        return chunk.prefix_length + PROBE_TOKENS + chunk.length <= self._longest
+
     def keys_of(self, chunks: Iterable[ChunkKey]) -> list[ProbeKey]:
-        """Return the probes of chunks, all probes of a chunk one after the other."""
+        """Return the probes of chunks that can be probed, all of a chunk one after the other."""
         return [
             ProbeKey(
                 probe_salt_of(chunk.salt),
@@ -107,7 +114,7 @@ class Memories:
                 chunk,
                 number,
             )
-            for chunk in chunks
+            for chunk in filter(self.can_probe, chunks)
             for number, prefix in enumerate(_texts_after(chunk.prefix, self._texts))
         ]
 

@@ -138,7 +138,8 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         budget=BuildBudget(served, BUILD_SHARE),
         on_built=shares.built,
     )
-    memories = Memories(store, vocab_size(scheduler), fusion.memory_tokens)
+    longest = longest_prompt(facts.runner) - 1  # SGLang serves no longer ones
+    memories = Memories(store, vocab_size(scheduler), fusion.memory_tokens, longest)
     prober = ChunkBuilder(
         scheduler,
         store,
@@ -192,6 +193,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             separator_id=None if separator is None else separator.token_id,
             bos_token_id=facts.bos_token_id,
             switch=switch,
+            longest=longest,
         ),
         admission=Admission(
             store,

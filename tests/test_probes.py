@@ -380,7 +380,7 @@ def test_chunks_that_begin_alike_do_not_share_a_memory(
 
 def test_what_was_remembered_first_makes_room() -> None:
     store: Any = None  # nothing is looked up
-    memories = Memories(store, VOCAB_SIZE, 100)
+    memories = Memories(store, VOCAB_SIZE, 100, 10_000)
     draw, newest = random.Random(0), []
     for number in range(500):
         key = ChunkKey("salt", None, b"", bytes(8 * number + 8))
