@@ -57,7 +57,7 @@ def test_kernels_are_timed_and_written_down(
     report = json.loads(out.read_text())
     assert report["circumstances"]["command"].startswith("sgl-blend bench kernels --device cpu")
     assert str(tmp_path) not in out.read_text()
-    assert len(report["speeds"]["rows"]) == 6
+    assert len(report["speeds"]["rows"]) == 7
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -115,7 +115,7 @@ def test_a_damaged_object_is_a_miss_and_written_again(store: Mooncake) -> None:
         lambda good: b"x",
     ):
         assert _write(storage, pool, keys)
-        name = storage._names.label(keys[2]).name
+        name = storage._objects.names.label(keys[2]).name
         good = raw.get(name)
         assert raw.remove(name, True) == 0
         assert raw.put(name, damage(good)) == 0

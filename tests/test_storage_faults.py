@@ -338,7 +338,7 @@ def test_a_page_that_is_slow_is_not_waited_for_by_those_behind(
     assert save(storage, pool, keys)
     stock = HiCacheFile.get
     asked: list[str] = []
-    third = storage._names.label(keys[2]).name
+    third = storage._objects.names.label(keys[2]).name
 
     def slow(self: Any, key: str, *rest: Any) -> Any:
         asked.append(key)
