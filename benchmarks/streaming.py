@@ -47,7 +47,7 @@ from sgl_blend.commands.codec.profile import Plan, measure
 from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.storage.codec.collector import CollectedPage, read_collected
 from sgl_blend.storage.codec.levels import LEVELS, blank_profile, write_profile
-from sgl_blend.storage.codec.stored_levels import RequestStream
+from sgl_blend.storage.codec.streams import RequestStream
 from sgl_blend.storage.level_names import LOSSLESS
 
 ROOT = Path(__file__).parents[1]

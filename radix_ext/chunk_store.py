@@ -7,6 +7,9 @@ lost by eviction, like any prefix; the tree's accounting holds for it unchanged.
       [system prompt]        [system prompt]       [system prompt][chunk b][chunk a][question]
         ├ [chunk a]            └ [history ...]
         └ [chunk b]
+
+Chunks that came from storage in few bits have a namespace of their own. They are looked for where the
+chunk namespace lacks a chunk.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ from sgl_blend.engine.tree import (
 )
 from sgl_blend.engine.tree_branch import Branch, find_branch, make_check, numbers_its_nodes
 from sgl_blend.protocol.request import Span
+from sgl_blend.radix_ext.namespaces import rounded_salt_of
 from sgl_blend.radix_ext.places import Places
 
 
@@ -79,6 +83,12 @@ class ChunkKey(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
         """Key of the build prefix itself, as a chunk of no tokens."""
         return ChunkKey(self.salt, self.extra_key, self.prefix, b"")
 
+    @property
+    def rounded(self) -> ChunkKey:
+        """Key of the same chunk as storage holds it in few bits."""
+        salt = rounded_salt_of(self.salt)
+        return ChunkKey(salt, self.extra_key, self.prefix, self.tokens)
+
 
 class ChunkHit(msgspec.Struct, eq=False, gc=False):
     """Stored KV of a chunk, or of its first tokens.
@@ -92,6 +102,7 @@ class ChunkHit(msgspec.Struct, eq=False, gc=False):
         prefix_length: Tokens of the path that belong to the build prefix.
         num_tokens: Tokens of the chunk that are stored.
         complete: Whether that is as much as the tree's pages allow.
+        is_rounded: Whether it is not what a build would compute, but came from storage in few bits.
     """
 
     key: ChunkKey
@@ -100,13 +111,21 @@ class ChunkHit(msgspec.Struct, eq=False, gc=False):
     prefix_length: int
     num_tokens: int
     complete: bool
+    is_rounded: bool = False
 
 
 class ChunkStore:
-    """Finds and locks chunk KV in the server's tree; owns no memory."""
+    """Finds and locks chunk KV in the server's tree; owns no memory.
 
-    def __init__(self, tree: Tree, page_size: int) -> None:
+    Args:
+        tree: The server's tree.
+        page_size: Tokens of its pages.
+        with_rounded: Whether chunks may come from storage in few bits.
+    """
+
+    def __init__(self, tree: Tree, page_size: int, *, with_rounded: bool = False) -> None:
         self._tree = tree
+        self._with_rounded = with_rounded
         self._page_size = page_size
         self._removals = 0
         self._are_there = make_check(tree)
@@ -128,6 +147,21 @@ class ChunkStore:
             keys: Chunks of one request: all after the same build prefix, in one namespace.
             spans: Their places in the request.
         """
+        hits = self._find_in_one(keys, spans)
+        if not self._with_rounded:
+            return hits
+        wanted = [index for index, hit in enumerate(hits) if hit is None or not hit.complete]
+        rounded = self._find_in_one([keys[i].rounded for i in wanted], [spans[i] for i in wanted])
+        for index, hit in zip(wanted, rounded, strict=True):
+            before = hits[index]
+            if hit is not None and (before is None or hit.num_tokens > before.num_tokens):
+                hits[index] = msgspec.structs.replace(hit, key=keys[index], is_rounded=True)
+        return hits
+
+    def _find_in_one(
+        self, keys: Sequence[ChunkKey], spans: Sequence[Span]
+    ) -> list[ChunkHit | None]:
+        """Return per chunk what one namespace holds of it."""
         if not keys:
             return []
         salt, extra_key, prefix = keys[0].salt, keys[0].extra_key, keys[0].prefix
@@ -184,8 +218,8 @@ class ChunkStore:
         return [hit if hit is not None and next(checks) else None for hit in hits]
 
     def touch(self, key: ChunkKey) -> None:
-        """Count a chunk and its build prefix as used now."""
-        match_prefix(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
+        """Count a chunk and its build prefix as used now, in the namespace that is read."""
+        self.is_complete(key)
 
     @property
     def stamp(self) -> tuple[int, int]:
@@ -218,10 +252,15 @@ class ChunkStore:
     def is_complete(self, key: ChunkKey) -> bool:
         """Tell whether as much of a chunk is on the device as pages can hold; it counts as used."""
         path = key.path
-        if len(path) < self._page_size:
-            return True
-        found = match_prefix(self._tree, path, salt=key.salt, extra_key=key.extra_key)
-        return len(found) >= self.whole_pages(len(path))
+        whole = self.whole_pages(len(path))
+        return any(
+            len(match_prefix(self._tree, path, salt=salt, extra_key=key.extra_key)) >= whole
+            for salt in self._salts_of(key)
+        )
+
+    def _salts_of(self, key: ChunkKey) -> tuple[str, ...]:
+        """Return the namespaces in which a chunk may lie, that of exact KV first."""
+        return (key.salt, rounded_salt_of(key.salt)) if self._with_rounded else (key.salt,)
 
     @property
     def has_host_tier(self) -> bool:
@@ -239,14 +278,21 @@ class ChunkStore:
         It counts as used. None if not all of its pages are stored, or none of them is on the host.
         """
         path = key.path
-        found = match_host(self._tree, path, salt=key.salt, extra_key=key.extra_key)
-        stored = found.device_tokens + found.host_tokens
-        return found if found.host_tokens and stored >= self.whole_pages(len(path)) else None
+        for salt in self._salts_of(key):
+            found = match_host(self._tree, path, salt=salt, extra_key=key.extra_key)
+            stored = found.device_tokens + found.host_tokens
+            if found.host_tokens and stored >= self.whole_pages(len(path)):
+                return found
+        return None
 
     def stored_in_tiers(self, key: ChunkKey) -> tuple[int, int]:
         """Return how many tokens of a chunk and its build prefix are on the device, and on the host."""
-        found = match_host(self._tree, key.path, salt=key.salt, extra_key=key.extra_key)
-        return found.device_tokens, found.host_tokens
+        path = key.path
+        found = (
+            match_host(self._tree, path, salt=salt, extra_key=key.extra_key)
+            for salt in self._salts_of(key)
+        )
+        return max(((each.device_tokens, each.host_tokens) for each in found), key=sum)
 
     def reach(self, tokens: array[int], *, salt: str | None, extra_key: str | None) -> int:
         """Return how many tokens of a path, from the first on, are on the device or on the host."""

@@ -5,6 +5,7 @@ in each of ours and may not begin like one (request.check_salt), so no client ca
 
     exact      <client salt>                          prompts as stock SGLang caches them
     chunks     sgl-blend:c:<model>:<client salt>      [build prefix][chunk], built alone
+    rounded    sgl-blend:q:<model>:<client salt>      the same paths as storage holds them, in few bits
     blended    sgl-blend:b:<model>:<how>:<client salt>    prompts whose KV was blended
     probes     sgl-blend:p:<model>:<client salt>      chunks after made-up texts, their lower layers
     shadows    sgl-blend:s:<model>:<client salt>      full prefills after a change of weights
@@ -64,6 +65,14 @@ def blend_salt(
     """
     how = f"{policy}:{ratio!r}:{check_layer}:{'' if serial is None else serial}"
     return f"{RESERVED_SALT}b:{model}:{how}:{client_salt or ''}"
+
+
+def rounded_salt_of(chunk_salt: str) -> str:
+    """Name the namespace for rounded KV of the chunks of a namespace.
+
+    Nothing is built there, nothing of it is written to storage, and none of it counts as exact.
+    """
+    return chunk_salt.replace(f"{RESERVED_SALT}c:", f"{RESERVED_SALT}q:", 1)
 
 
 def probe_salt_of(chunk_salt: str) -> str:

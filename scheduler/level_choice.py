@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.request_state import RequestState
-from sgl_blend.storage.codec.stored_levels import RequestStream, StoredLevels
+from sgl_blend.storage.codec.stored_levels import StoredLevels
+from sgl_blend.storage.codec.streams import RequestStream
 from sgl_blend.tuning.links import LinkSpeed
 from sgl_blend.tuning.loading import ModelTimes, Step, step_seconds
 
@@ -24,12 +25,13 @@ class LevelChoice:
 
     Attributes:
         levels: At which chunks are stored.
+        token_bytes: KV of one token in all layers, on this rank.
     """
 
     def __init__(self, levels: StoredLevels, times: ModelTimes, token_bytes: int) -> None:
         self.levels = levels
         self._times = times
-        self._token_bytes = token_bytes
+        self.token_bytes = token_bytes
 
     def stream(self, state: RequestState, keys: Collection[ChunkKey]) -> RequestStream:
         """Return what chooses the level of each of the chunks that storage is asked for.
@@ -39,18 +41,18 @@ class LevelChoice:
             keys: The chunks.
         """
         pairs = zip(state.keys, state.spans, strict=True)
-        coming = sum(len(span) for key, span in pairs if key in keys)
+        coming = {key: len(span) for key, span in pairs if key in keys}
+        num_tokens = sum(coming.values()) + state.keys[0].prefix_length
         reused = sum(map(len, state.spans))
         deadline_s = None
         if state.slo_s is not None:
             compute_s = self._seconds(state.num_tokens - reused, reused, state.ratio)
             deadline_s = state.since_s + state.slo_s - compute_s
-        return RequestStream(
-            deadline_s, coming * self._token_bytes, self.levels.bytes_per_s, self._text_s
-        )
+        kv_bytes = num_tokens * self.token_bytes
+        return RequestStream(deadline_s, kv_bytes, self.levels.speed, self._text_s)
 
     def _text_s(self, kv_bytes: int) -> float:
-        return self._seconds(kv_bytes // self._token_bytes, 0, 0.0)
+        return self._seconds(kv_bytes // self.token_bytes, 0, 0.0)
 
     def _seconds(self, num_computed: int, num_reused: int, ratio: float) -> float:
         step = Step(max(1, num_computed), num_reused)

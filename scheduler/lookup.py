@@ -168,7 +168,7 @@ class Lookups:
             head = self._store.find_prefix(
                 tokens, salt=key.salt, extra_key=key.extra_key, limit=first.start
             )
-            if hits and hits[0].span == first:
+            if hits and hits[0].span == first and not hits[0].is_rounded:
                 hits[0] = _from_the_beginning(hits[0], head)
                 head = hits[0].match
             matches.append(head)

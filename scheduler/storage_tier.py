@@ -21,6 +21,7 @@ from typing import Any
 
 from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
 from sgl_blend.engine.prefetch import (
+    Coded,
     Prefetch,
     drop_prefetch,
     expect_chunk_pages,
@@ -46,7 +47,7 @@ from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.request_state import RequestState
-from sgl_blend.storage.codec.stored_levels import RequestStream
+from sgl_blend.storage.codec.streams import RequestStream
 from sgl_blend.tuning.loading import Chunk, Place
 
 _MOST_WAIT_S = 2.0
@@ -148,11 +149,12 @@ class StorageTier:
             return  # a prompt that was blended before
         keys, patience_s, in_pieces = self._choose(state, covered)
         stream = None if self._levels is None or not keys else self._levels.stream(state, keys)
+        if stream is not None:  # a finer level may take as long as there is time
+            patience_s = max(patience_s, stream.remaining_s)
         arrival = _Arrival(req, state, patience_s, in_pieces, stream)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
-        prefix = first.prefix_only
-        if keys and self._ask(arrival, prefix.path, prefix.salt, prefix.extra_key, coded=True):
+        if keys and self._ask_for_key(arrival, first.prefix_only, None):
             arrival.next_keys = keys
         else:
             self._ask_for_chunks(arrival, keys)
@@ -334,7 +336,24 @@ class StorageTier:
 
     def _ask_for_chunks(self, arrival: _Arrival, keys: Iterable[ChunkKey]) -> None:
         for key in dict.fromkeys(keys):
-            self._ask(arrival, key.path, key.salt, key.extra_key, key, coded=True)
+            self._ask_for_key(arrival, key, key)
+
+    def _ask_for_key(self, arrival: _Arrival, key: ChunkKey, part_of: ChunkKey | None) -> bool:
+        """Ask for a chunk, or for the build prefix of all; return whether something may come.
+
+        What may be rounded comes into a namespace where nothing counts as exact. Its objects are named
+        by the one that it was built in.
+        """
+        path, stream = key.path, arrival.stream
+        if stream is None or self._levels is None:
+            return self._ask(arrival, path, key.salt, key.extra_key, part_of) is not None
+        into = key.rounded
+        coded = Coded(stream, key.salt)
+        asked = self._ask(arrival, path, into.salt, into.extra_key, part_of, coded)
+        planned = key.length or key.prefix_length
+        num_tokens = 0 if asked is None else asked.num_tokens
+        stream.add((num_tokens - planned) * self._levels.token_bytes)
+        return asked is not None
 
     def _ask(
         self,
@@ -343,10 +362,9 @@ class StorageTier:
         salt: str | None,
         extra_key: str | None,
         key: ChunkKey | None = None,
-        *,
-        coded: bool = False,
-    ) -> bool:
-        """Ask for a path, which may be stored at levels; return whether something may come."""
+        coded: Coded | None = None,
+    ) -> Prefetch | None:
+        """Ask for a path; return what may come of it."""
         self._serial += 1
         name = f"{rid_of(arrival.req)}#{self._serial}"
         prefetch = start_prefetch(
@@ -355,11 +373,11 @@ class StorageTier:
             path,
             salt=salt,
             extra_key=extra_key,
-            stream=arrival.stream if coded else None,
+            coded=coded,
         )
         if prefetch is not None:
             arrival.coming[prefetch] = key
-        return prefetch is not None
+        return prefetch
 
     def _abandon(self, arrival: _Arrival) -> None:
         for prefetch in arrival.coming:

@@ -116,7 +116,6 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     tp_group = this_group()
     fusion = _make_fusion(config, scheduler, facts, tp_group)
     separator = _separator(config, facts)
-    store = ChunkStore(facts.tree, facts.page_size)
     model = LoadedModel(
         f"{model_architecture} {facts.dtypes}",
         lambda: weights_digest(facts.runner),
@@ -124,6 +123,8 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         tp_group,
         quality=quality,
     )
+    levels = _level_choice(config, fusion, facts, model, tp_group)
+    store = ChunkStore(facts.tree, facts.page_size, with_rounded=levels is not None)
     probation = Probation(facts.tree)
     shares = FairShare(store, facts.capacity, lambda: probation.num_tokens)
     build_first = config.blend_on_miss == "build"
@@ -183,7 +184,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         controller,
         pieces,
         StorageMetrics(**publish),
-        _level_choice(config, fusion, facts, model, tp_group),
+        levels,
     )
     logger.info("sgl-blend: quality %s", quality)
     return BlendRuntime(
@@ -252,12 +253,12 @@ def _stored_levels(
         return None
     if tp_group.num_ranks > 1:
         raise UnsupportedError("--blend-store-profile is not supported with --tp-size yet")
-    if not config.blend_eval:
-        raise UnsupportedError(
-            "--blend-store-profile is for evaluations (--blend-eval) so far: a chunk that was rounded "
-            "is not kept apart from exact KV yet where it stands first in a prompt"
-        )
     profile = read_profile(Path(config.blend_store_profile))
+    if profile.is_blank and not config.blend_eval:
+        raise UnsupportedError(
+            f"--blend-store-profile {config.blend_store_profile} is empty: sgl-blend codec profile "
+            "did not finish"
+        )
     embedding = fusion.rotation.embedding
     rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
     if profile.is_blank:

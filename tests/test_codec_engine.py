@@ -8,67 +8,29 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
-import torch
-from codec_cases import profile_of
+from coded_chunks import coded, profile, rounded_kv
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
-from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, chunk_kv, flush, prompt_of, same
-from stored_files import NEEDS_NAMESPACES, settings, slow_reads, store
+from stored_chunks import (
+    CHUNKS,
+    QUESTION,
+    SYSTEM,
+    ask,
+    ask_for_stored,
+    chunk_kv,
+    fill,
+    flush,
+    prompt_of,
+    same,
+)
+from stored_files import NEEDS_NAMESPACES, slow_reads, store
 
-from sgl_blend.engine.models import decoder_layers
-from sgl_blend.engine.rotary import read_rotary_embedding
-from sgl_blend.engine.weights import weights_digest
-from sgl_blend.storage.codec.coder import Rotation
 from sgl_blend.storage.codec.levels import CodecProfile, write_profile
-from sgl_blend.storage.codec.quantiser import turn
-from sgl_blend.storage.container import PageFormat
 
-__all__ = ["model_folder", "start_engine", "store"]  # fixtures
+__all__ = ["model_folder", "profile", "start_engine", "store"]  # fixtures
 
 pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
-
-Measured = tuple[list[Any], str, torch.Tensor, bool]
-
-
-def _measure(driver: Driver, salt: str) -> Measured:
-    """Return KV of the chunks, the digest of the weights, and how keys are rotated."""
-    flush(driver)
-    ask(driver, salt)
-    own = driver.chunk_salt(salt)
-    kv = [driver.kv(SYSTEM + chunk, own) for chunk in CHUNKS]
-    runner = driver.scheduler.tp_worker.model_runner
-    embedding = read_rotary_embedding(decoder_layers(runner))
-    return kv, weights_digest(runner), embedding.table.float().cpu(), embedding.neox
-
-
-@pytest.fixture(scope="module")
-def profile(start_engine: StartEngine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a profile of the tiny model, from KV that its engine computed."""
-    kv, weights, rows, neox = start_engine(**settings()).call(_measure, "measured")
-    turned = Rotation(rows, neox)
-    pages = []
-    for layers in kv:
-        page = torch.stack(
-            [
-                torch.stack([k.float() for k, _ in layers]),
-                torch.stack([v.float() for _, v in layers]),
-            ]
-        )
-        cos, sin = turned.tables(0, page.shape[2])
-        for layer in range(page.shape[1]):
-            page[0, layer] = turn(page[0, layer], cos, -sin, neox=neox)
-        pages.append(page)
-    _, layers, tokens, heads, dim = pages[0].shape
-    form = PageFormat("float32", layers, tokens, heads, dim)
-    path = tmp_path_factory.mktemp("profile") / "model.sgbprofile"
-    write_profile(profile_of(form, weights=weights, pages=pages), path)
-    return path
-
-
-def coded(profile: Path, levels: str, **more: Any) -> dict[str, Any]:
-    more = {"blend_eval": True, "blend_store_levels": levels, **more}
-    return settings(blend_store_profile=str(profile), **more)
 
 
 def _store_and_ask(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:
@@ -78,7 +40,7 @@ def _store_and_ask(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any]
     warm, kv = ask(driver, salt), chunk_kv(driver, salt)
     flush(driver)
     back = ask(driver, salt)
-    return warm, back, kv, chunk_kv(driver, salt)
+    return warm, back, kv, rounded_kv(driver, salt)
 
 
 def _error(kv: list[Any], other: list[Any]) -> float:
@@ -124,7 +86,7 @@ def _store_with_slo(
     with slow_reads(seconds):
         (back,) = driver.ask(prompt)
         driver.settle()
-    return warm, back, kv, chunk_kv(driver, salt)
+    return warm, back, kv, rounded_kv(driver, salt) if back.report["chunk_hits"] else []
 
 
 def _with(prompt: Prompt, **params: Any) -> Prompt:
@@ -197,7 +159,8 @@ def test_a_full_disk_keeps_the_coarsest_level(start_engine: StartEngine, profile
 
 def test_with_build_nothing_is_lost(start_engine: StartEngine, profile: Path) -> None:
     engine = start_engine(**coded(profile, "q4", blend_on_miss="build"))
-    warm, back, kv, kv_back = engine.call(_store_and_ask, "build")
+    warm, kv, _ = engine.call(fill, "build")
+    back, kv_back, _ = engine.call(ask_for_stored, "build")
     assert same(kv, kv_back)
     assert back.logprobs == warm.logprobs
     assert back.report["storage_tokens"] > 0

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgl_blend.storage.codec.stored_levels import ChunkStream, RequestStream
+from sgl_blend.storage.codec.streams import ChunkStream, RequestStream, StoreSpeed
 
 SHARES = [("lossless", 0.75), ("q8", 0.35), ("q4", 0.12), ("q4-2.0", 0.08)]
 MB = 1_000_000
@@ -21,9 +21,21 @@ class Clock:
         return self.now
 
 
+def speed(bytes_per_s: float = 100.0 * MB) -> StoreSpeed:
+    made = StoreSpeed()
+    made.heard(10**9, 10**9 / bytes_per_s)
+    for level, _ in SHARES:
+        made.decoded(level, 10**9, 1e-3)
+    return made
+
+
 def stream(deadline_s: float | None, kv_mb: float = 100.0, **more: object) -> RequestStream:
-    given_: dict[str, Any] = {"bytes_per_s": 100.0 * MB, "clock": Clock(), **more}
+    given_: dict[str, Any] = {"speed": speed(), "clock": Clock(), **more}
     return RequestStream(deadline_s, int(kv_mb * MB), **given_)
+
+
+def chunk_of(request: RequestStream, num_pages: int = 4, **names: str) -> ChunkStream:
+    return ChunkStream(request, num_pages, 25 * MB, names)
 
 
 def test_the_finest_level_that_is_there_in_time() -> None:
@@ -57,10 +69,69 @@ def test_text_where_computing_is_faster() -> None:
 
 
 def test_the_throughput_of_the_last_chunk_counts() -> None:
-    made = stream(2.0, kv_mb=200)
+    store = speed()
+    made = stream(2.0, kv_mb=200, speed=store)
     assert made.choose(100 * MB, SHARES) == "lossless"
-    made.came(100 * MB, 75 * MB, 7.5)  # a tenth of what was expected
+    made.add(-100 * MB)
+    store.heard(75 * MB, 7.5)  # a tenth of what was expected
     assert made.choose(100 * MB, SHARES) == "q4"
+
+
+def test_while_nothing_was_read_the_coarsest_comes() -> None:
+    # And no text, however fast: nobody would ever learn how fast the store is.
+    made = stream(1e6, speed=StoreSpeed(), text_s=lambda kv_bytes: 0.0)
+    assert made.choose(100 * MB, SHARES) == "q4-2.0"
+
+
+def test_a_slow_decoder_says_nothing_about_the_link() -> None:
+    store = speed(1e4 * MB)
+    for _ in range(50):
+        store.decoded("q4-2.0", 100 * MB, 10.0)
+    assert store.seconds("q4-2.0", 0.08, 100 * MB) > 9
+    assert store.seconds("lossless", 0.75, 100 * MB) < 0.01
+
+
+def test_a_read_that_was_given_up_tells_how_slow_the_store_is() -> None:
+    store = StoreSpeed()
+    store.gave_up(10 * MB, 2.0)
+    assert store.seconds("q4", 0.12, 100 * MB) == 0.12 * 100 / 5
+    store.gave_up(10 * MB, 0.001)  # one that was hopeless at once says nothing new
+    assert store.seconds("q4", 0.12, 100 * MB) == 0.12 * 100 / 5
+    store.heard(10 * MB, 1.0)
+    assert store.seconds("q4", 0.12, 100 * MB) == 0.12 * 100 / 10
+
+
+def test_what_is_left_follows_what_comes() -> None:
+    request = stream(1.0, kv_mb=200)
+    chunk, other = chunk_of(request), chunk_of(request)
+    for key in "ab":
+        chunk.found(key, ("q4",))
+    chunk.found_all()  # half of it is not stored
+    assert request.left == 150 * MB
+    chunk.read("q4")
+    assert request.left == 125 * MB
+    chunk.close()
+    assert request.left == 100 * MB
+    chunk.close()
+    other.close()
+    assert request.left == 0
+
+
+def test_pages_are_named_by_another_namespace() -> None:
+    chunk = chunk_of(stream(1.0), a="A", b="B")
+    assert [chunk.stored_name(key) for key in "abc"] == ["A", "B", "c"]
+
+
+def test_two_requests_for_a_page_are_served_in_turn() -> None:
+    first, second = chunk_of(stream(None)), chunk_of(stream(None))
+    for chunk in (first, second):
+        assert not chunk.waits_for("a")
+        chunk.found("a", ("q4",))
+    assert [first.waits_for("a"), second.waits_for("a")] == [True, True]
+    first.level_of("a", dict(SHARES).__getitem__)
+    assert [first.waits_for("a"), second.waits_for("a")] == [False, True]
+    second.close()
+    assert not second.waits_for("a")
 
 
 def test_time_passes() -> None:
@@ -75,7 +146,7 @@ def test_time_passes() -> None:
 
 @given(
     deadline_s=st.floats(0.0, 10.0),
-    rate=st.floats(1.0, 1e12),
+    rate=st.floats(1.0, 1e11),
     kv=st.integers(1, 10**12),
     left=st.integers(0, 10**12),
 )
@@ -85,7 +156,7 @@ def test_more_time_never_means_a_coarser_level(
     names = [name for name, _ in SHARES]
 
     def chosen(deadline: float) -> int:
-        made = RequestStream(deadline, left, rate, clock=Clock())
+        made = RequestStream(deadline, left, speed(rate), clock=Clock())
         level = made.choose(kv, SHARES)
         assert level is not None
         return names.index(level)
@@ -96,16 +167,16 @@ def test_more_time_never_means_a_coarser_level(
 def test_all_pages_of_a_chunk_come_at_one_level() -> None:
     clock = Clock()
     request = stream(0.76, clock=clock)
-    chunk = ChunkStream(request, 100 * MB)
+    chunk = chunk_of(request)
     share_of = dict(SHARES).__getitem__
     for key in "abc":
         chunk.found(key, ("lossless", "q8", "q4"))
-    chunk.found("d", ("q4",))  # the disk was full
+    chunk.found("d", ("lossless", "q4"))
     levels = []
     for key in "abcd":
         levels.append(chunk.level_of(key, share_of))
         clock.now += 1.0  # later pages do not choose anew
-    assert levels == ["lossless", "lossless", "lossless", "q4"]
+    assert levels == ["lossless"] * 4
     for level in levels:
         assert level is not None
         chunk.read(level)
@@ -113,8 +184,25 @@ def test_all_pages_of_a_chunk_come_at_one_level() -> None:
     assert chunk.level_of("unknown", share_of) is None
 
 
+def test_a_level_that_not_all_pages_have_is_not_chosen() -> None:
+    chunk = chunk_of(stream(1e6))
+    share_of = dict(SHARES).__getitem__
+    for key in "abc":
+        chunk.found(key, ("lossless", "q8", "q4"))
+    chunk.found("d", ("q8", "q4"))  # the disk was full
+    assert [chunk.level_of(key, share_of) for key in "abcd"] == ["q8"] * 4
+
+
+def test_pages_without_a_common_level_come_at_their_coarsest() -> None:
+    chunk = chunk_of(stream(1e6))
+    share_of = dict(SHARES).__getitem__
+    chunk.found("a", ("lossless",))
+    chunk.found("b", ("q4",))
+    assert [chunk.level_of(key, share_of) for key in "ab"] == ["lossless", "q4"]
+
+
 def test_a_chunk_that_is_left_stays_left() -> None:
-    chunk = ChunkStream(stream(0.0, text_s=lambda kv_bytes: 0.0), 100 * MB)
+    chunk = chunk_of(stream(0.0, text_s=lambda kv_bytes: 0.0))
     for key in "ab":
         chunk.found(key, ("q4",))
     assert [chunk.level_of(key, dict(SHARES).__getitem__) for key in "ab"] == [None, None]

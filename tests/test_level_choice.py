@@ -31,7 +31,7 @@ def _state(slo_s: float | None) -> RequestState:
 
 def _choose(now_s: float, slo_s: float | None, rate: float, num_keys: int = 2) -> str | None:
     levels = StoredLevels(("lossless",), None, None)
-    levels.heard(round(rate), 1.0)
+    levels.speed.heard(round(rate), 1.0)
     times = ModelTimes(LAYERS, CHECK, TOKEN_BYTES // LAYERS, lambda rows: ROW_S * rows)
     state = _state(slo_s)
     stream = LevelChoice(levels, times, TOKEN_BYTES).stream(state, state.keys[:num_keys])

@@ -373,11 +373,16 @@ def test_a_running_request_waits_for_one_step_of_a_long_build(
 ) -> None:
     stock = servers.get(*LARGE_STEPS)
     with servers.use(*BLEND, *LARGE_STEPS) as server:
-        steps = time_step(stock, new_prompt(chunk_tokens)[0], server.info()["build_step_tokens"])
-        control = gap_after(stock, chunk_tokens, marked=False)
+        prompt, length = new_prompt(chunk_tokens)[0], server.info()["build_step_tokens"]
+        rounds: list[tuple[float, float]] = []
+        # The machine may stop for a moment in one of the rounds, or be slower than it was: what a gap
+        # is compared with is measured in its round. A build that is not cut shows in all.
+        while not rounds or (len(rounds) < 5 and rounds[-1][0] > rounds[-1][1]):
+            steps = time_step(stock, prompt, length)
+            control = gap_after(stock, chunk_tokens, marked=False)
+            gap = gap_after(server, chunk_tokens, marked=True)
+            rounds.append((gap, control + max(steps)))
 
-        # The machine may stop for a moment in one of the rounds; a build that is not cut shows in all.
-        gaps = [gap_after(server, chunk_tokens, marked=True) for _ in range(2)]
-
-        assert min(gaps) <= control + max(steps), f"gaps {gaps}, stock {control}, steps {steps}"
+        gap, bar = rounds[-1]
+        assert gap <= bar, f"gaps, and stock's with one step: {rounds}"
         server.check_unharmed()

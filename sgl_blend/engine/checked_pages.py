@@ -19,7 +19,8 @@ from sgl_blend.engine.page_objects import Observer, PageObjects
 from sgl_blend.engine.storage_backends import LateStore
 from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.storage.breaker import CallFault, GuardedCalls
-from sgl_blend.storage.codec.stored_levels import ChunkStream, StoredLevels
+from sgl_blend.storage.codec.stored_levels import StoredLevels
+from sgl_blend.storage.codec.streams import ChunkStream
 from sgl_blend.storage.container import LEVEL, PageLabel
 from sgl_blend.storage.counters import StorageCounters
 from sgl_blend.storage.names import ObjectNames, StoreKey
@@ -82,7 +83,7 @@ class CheckedPages:
         secret = None if key is None else key.pages
         self._objects = PageObjects(store, pages.form, names, calls, secret)
         self._positions: dict[str, int] = {}
-        self._streams: dict[str, ChunkStream] = {}
+        self._streams: dict[str, tuple[ChunkStream, ...]] = {}
         self._lock = Lock()
 
     def connect(self, backend: str) -> None:
@@ -143,10 +144,10 @@ class CheckedPages:
         stream, levels = _stream_of(extra_info), self.levels
         if stream is None or levels is None:
             return self._objects.count(keys, LEVEL)
-        found = 0
+        found, names = 0, [stream.stored_name(key) for key in keys]
         while found < len(keys):
             # From a gap on all levels are asked again: a full disk leaves single pages out.
-            counts = {level: self._objects.count(keys[found:], level) for level in levels.readable}
+            counts = {level: self._objects.count(names[found:], level) for level in levels.readable}
             reach = max(counts.values())
             if reach == 0:
                 break
@@ -154,10 +155,13 @@ class CheckedPages:
                 stored = [level for level, count in counts.items() if count > index]
                 stream.found(keys[found + index], stored)
             found += reach
+        if found < len(keys):
+            stream.found_all()
         with self._lock:
             for key in keys[:found]:
-                self._streams.pop(key, None)  # so that it stands behind all others
-                self._streams[key] = stream
+                # Two requests may ask for a page; it is popped so that it stands behind all others.
+                others = [each for each in self._streams.pop(key, ()) if each.waits_for(key)]
+                self._streams[key] = (*others, stream)
             while len(self._streams) > _MOST_STREAMS:
                 del self._streams[next(iter(self._streams))]
         return found
@@ -191,13 +195,15 @@ class CheckedPages:
         levels = self.levels
         with self._lock:
             # The last page is the chunk's own; the first ones may be shared with others.
-            stream = self._streams.get(keys[-1]) if keys else None
+            waiting = self._streams.get(keys[-1], ()) if keys else ()
+            stream = next((each for each in waiting if each.waits_for(keys[-1])), None)
         if stream is None or levels is None:
             return self._objects.labels(keys, LEVEL), None
         dtype, labels = self._pages.form.dtype, []
         for key in keys:
             level = stream.level_of(key, lambda level: levels.share_of(level, dtype))
-            label = None if level is None else self._objects.names.label(key, level)
+            name = stream.stored_name(key)
+            label = None if level is None else self._objects.names.label(name, level)
             if label is None:
                 break
             labels.append(label)
@@ -210,7 +216,7 @@ class CheckedPages:
         self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
     ) -> bool:
         """Store one of SGLang's flat pages; return whether it is stored."""
-        return self._write(key, lambda: self._pages.canonical(value))
+        return self._write([key], [lambda: self._pages.canonical(value)]) == 1
 
     def batch_set(
         self,
@@ -220,19 +226,16 @@ class CheckedPages:
         target_sizes: Any = None,
     ) -> bool:
         """Store SGLang's flat pages up to the first that cannot be stored."""
-        return all(map(self.set, keys, values))
+        reads = [functools.partial(self._pages.canonical, value) for value in values]
+        return self._write(keys, reads) == len(keys)
 
     def batch_set_v1(
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Store pages of the host pool up to the first that cannot be stored."""
-        stored = [False] * len(keys)
-        for index, key in enumerate(keys):
-            slot = self._slot(host_indices, index)
-            stored[index] = self._write(key, functools.partial(self._pages.read, slot))
-            if not stored[index]:
-                break
-        return stored
+        slots = [self._slot(host_indices, index) for index in range(len(keys))]
+        stored = self._write(keys, [functools.partial(self._pages.read, slot) for slot in slots])
+        return [index < stored for index in range(len(keys))]
 
     def will_write(self, keys: Sequence[str], position: int) -> None:
         """Say that pages of a chunk are about to be written, so that they are coded.
@@ -250,20 +253,27 @@ class CheckedPages:
             while len(self._positions) > _MOST_EXPECTED:
                 del self._positions[next(iter(self._positions))]
 
-    def _write(self, key: str, read: Callable[[], memoryview]) -> bool:
-        """Store a page at all of its levels; return whether it is stored at the coarsest."""
+    def _write(self, keys: Sequence[str], reads: Sequence[Callable[[], memoryview]]) -> int:
+        """Store pages at all of their levels; return how many are stored, from the first on.
+
+        A page is stored if its coarsest level is. All pages get that one first: a disk that fills
+        keeps the coarsest level of all of them, not all levels of the first ones.
+        """
         with self._lock:
-            position = self._positions.pop(key, None)
+            positions = [self._positions.pop(key, None) for key in keys]
         levels = self.levels
-        if levels is None or position is None:
-            return self._objects.write(key, LEVEL, read, 0)
-        # A disk that fills keeps the coarsest.
-        coarsest, *finer = reversed(levels.names)
-        if not self._objects.write(key, coarsest, read, position):
-            return False
+        coarsest, *finer = (LEVEL,) if levels is None else reversed(levels.names)
+        stored = 0
+        for key, read, position in zip(keys, reads, positions, strict=True):
+            level = LEVEL if position is None else coarsest
+            if not self._objects.write(key, level, read, position or 0):
+                break
+            stored += 1
         for level in finer:
-            self._objects.write(key, level, read, position)
-        return True
+            for key, read, position in zip(keys[:stored], reads, positions, strict=False):
+                if position is not None:
+                    self._objects.write(key, level, read, position)
+        return stored
 
     # --- the rest of HiCacheStorage ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,8 @@ from threading import Lock
 from sgl_blend.engine.storage_backends import LateStore
 from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
 from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
-from sgl_blend.storage.codec.stored_levels import ChunkStream, StoredLevels
+from sgl_blend.storage.codec.stored_levels import StoredLevels
+from sgl_blend.storage.codec.streams import ChunkStream
 from sgl_blend.storage.container import LEVEL, PageFormat, PageLabel, pack, unpack
 from sgl_blend.storage.counters import StorageCounters
 from sgl_blend.storage.envelope import Fault
@@ -36,11 +38,15 @@ class Page:
         data: The bytes of [K/V, layer, token, head, channel].
         level: It was coded at.
         stored_bytes: Of its object.
+        fetch: When its object was asked for and when it was there, by time.perf_counter.
+        decode_s: Seconds to check and decode it.
     """
 
     data: bytearray
     level: str
     stored_bytes: int
+    fetch: tuple[float, float]
+    decode_s: float
 
 
 _Read = Page | Fault | None
@@ -110,6 +116,7 @@ class PageObjects:
         begun: deque[Pending[_Read]] = deque()
         began, refused = time.perf_counter(), CallFault.OPEN
         came: list[Page] = []
+        late: PageLabel | None = None
         for index in range(len(labels)):
             for label in labels[index + len(begun) : index + _READ_AHEAD]:
                 pending = self._calls.start(functools.partial(self._read_object, label))
@@ -122,28 +129,34 @@ class PageObjects:
                 self._note_missing(labels[index].name, page)
                 if isinstance(page, Fault):
                     self._suspect(labels[index + 1 :])
+                late = labels[index] if page is CallFault.TIMEOUT else None
                 break
             came.append(page)
             yield page.data
         for pending in begun:
             self._calls.drop(pending)
         self._note_read(came, stream, time.perf_counter() - began)
+        self._note_speed(came, late, time.perf_counter() - began)
 
     def _finish(self, pending: Pending[_Read]) -> _Read | CallFault:
         return self._calls.finish(pending)
 
     def _read_object(self, label: PageLabel) -> _Read:
+        began = time.perf_counter()
         data = self._store.get().read(label.name)
         if data is None:
             return None
-        size, levels = len(data), self.levels
+        fetched, size, levels = time.perf_counter(), len(data), self.levels
         if label.level == LEVEL:
             page = unpack(data, label, self._key)
         elif levels is None:  # the weights are others now
             return None
         else:
             page = unpack_coded(data, label, levels.coder(label.level, label.format), self._key)
-        return page if isinstance(page, Fault) else Page(page, label.level, size)
+        if isinstance(page, Fault):
+            return page
+        decode_s = time.perf_counter() - fetched
+        return Page(page, label.level, size, (began, fetched), decode_s)
 
     def _note_missing(self, name: str, why: Fault | CallFault | None) -> None:
         if why is None:
@@ -182,7 +195,6 @@ class PageObjects:
         if stream is not None:
             for page in came:
                 stream.read(page.level)
-            stream.ended(stored_bytes, seconds)
         if not came:
             return
         each = self._form.page_bytes
@@ -190,14 +202,24 @@ class PageObjects:
             self.counters.add_level(page.level)
             if (levels := self.levels) is not None:
                 levels.saw(page.level, page.stored_bytes, each)
-        if (levels := self.levels) is not None:
-            levels.heard(stored_bytes, seconds)
         self.counters.add("hits", len(came))
         self.counters.add_moved("read", len(came) * each, seconds)
         if came[0].level == LEVEL:
             self.lossless_share += _STEP * (came[0].stored_bytes / each - self.lossless_share)
         if self.observe is not None:
             self.observe(stored_bytes, seconds)
+
+    def _note_speed(self, came: Sequence[Page], late: PageLabel | None, seconds: float) -> None:
+        """Learn from what was read, and from what was not, how fast pages come at each level."""
+        if (levels := self.levels) is None:
+            return
+        stored_bytes = sum(page.stored_bytes for page in came)
+        levels.speed.heard(stored_bytes, _covered_s([page.fetch for page in came]))
+        for page in came:
+            levels.speed.decoded(page.level, self._form.page_bytes, page.decode_s)
+        if late is not None:
+            missing = levels.share_of(late.level, self._form.dtype) * self._form.page_bytes
+            levels.speed.gave_up(stored_bytes + round(missing), seconds)
 
     def write(self, key: str, level: str, read: Callable[[], memoryview], position: int) -> bool:
         """Store a page at a level, unless it is; return whether it is stored.
@@ -245,7 +267,17 @@ class PageObjects:
             data, clipped = pack_coded(page, label, coder, position, self._key)
         except Exception:
             logger.exception("sgl-blend: a page could not be coded")
+            self.counters.fault("not_coded")
             return None
         levels.saw(label.level, len(data), label.format.page_bytes)
         self.counters.add("clipped", clipped)
         return data
+
+
+def _covered_s(spans: Sequence[tuple[float, float]]) -> float:
+    """Return how long at least one of some spans of time lasted."""
+    covered, until = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        covered += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return covered

@@ -13,7 +13,7 @@ from sgl_blend.engine.checked_pages import ReadOrder
 from sgl_blend.engine.objects import Handle, Tree
 from sgl_blend.engine.storage import storage_of
 from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
-from sgl_blend.storage.codec.stored_levels import ChunkStream, RequestStream
+from sgl_blend.storage.codec.streams import ChunkStream, RequestStream
 
 _WAIT_S = 0.001
 _MOST_WAITS = 3000
@@ -37,6 +37,19 @@ class Prefetch:
     chunk: ChunkStream | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """A path that may be stored in few bits.
+
+    Attributes:
+        stream: Of the request that it is read for.
+        salt: The namespace that its objects are named by.
+    """
+
+    stream: RequestStream
+    salt: str
+
+
 def has_storage(tree: Tree) -> bool:
     """Tell whether there is storage behind host memory now; an operator can attach and detach it."""
     return bool(getattr(tree, "enable_storage", False))
@@ -57,7 +70,7 @@ def start_prefetch(
     *,
     salt: str | None,
     extra_key: str | None,
-    stream: RequestStream | None = None,
+    coded: Coded | None = None,
 ) -> Prefetch | None:
     """Ask storage for what device and host lack of a path.
 
@@ -67,7 +80,8 @@ def start_prefetch(
         token_ids: The path.
         salt: Its namespace.
         extra_key: SGLang's request class.
-        stream: The request that a chunk is asked for, if chunks are stored at levels.
+        coded: If the path may be stored in few bits: for whom it is read, and the namespace that its
+            objects are named by. Its own is the one that it comes into.
 
     Returns:
         The prefetch; None if nothing is to be asked for, or if SGLang reads too much at present.
@@ -88,8 +102,10 @@ def start_prefetch(
     order, chunk = None, None
     if tree.hicache_storage_pass_prefix_keys:
         order = tree.get_prefix_hash_values(anchor)
-    if stream is not None and (storage := storage_of(tree)) is not None:
-        chunk = ChunkStream(stream, num_tokens // tree.page_size * storage.page_bytes)
+    if coded is not None and (storage := storage_of(tree)) is not None:
+        pages = [_page_hashes(tree, token_ids, each, extra_key) for each in (salt, coded.salt)]
+        names = dict(zip(*pages, strict=True))
+        chunk = ChunkStream(coded.stream, num_tokens // tree.page_size, storage.page_bytes, names)
         order = ReadOrder(order or (), chunk)
     tree.prefetch_from_storage(
         handle,
@@ -105,6 +121,17 @@ def start_prefetch(
         return Prefetch(name, Handle(handle), num_tokens, chunk)
     _forget(tree, name)
     return None
+
+
+def _page_hashes(
+    tree: Tree, token_ids: array[int], salt: str | None, extra_key: str | None
+) -> list[str]:
+    """Return SGLang's hashes of the whole pages of a path in a namespace."""
+    from sglang.srt.mem_cache.utils import get_storage_hash_str
+
+    whole = len(token_ids) // tree.page_size * tree.page_size
+    key = tree_key(token_ids, salt=salt, extra_key=extra_key, limit=whole)
+    return list(get_storage_hash_str(key, page_size=tree.page_size))
 
 
 @contextmanager
@@ -130,12 +157,19 @@ def take_loaded(tree: Tree, prefetch: Prefetch) -> int:
     """Return how many tokens a prefetch that is over has brought; the tree forgets it."""
     loaded = int(tree.pop_prefetch_loaded_tokens(prefetch.handle))
     _forget(tree, prefetch.name)
+    _close(prefetch)
     return loaded
 
 
 def drop_prefetch(tree: Tree, prefetch: Prefetch) -> None:
     """Give a prefetch up. Host memory that is being read into comes free when the read is over."""
     tree.release_aborted_request(prefetch.handle)
+    _close(prefetch)
+
+
+def _close(prefetch: Prefetch) -> None:
+    if prefetch.chunk is not None:
+        prefetch.chunk.close()
 
 
 def _forget(tree: Tree, name: str) -> None:

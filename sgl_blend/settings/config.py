@@ -69,10 +69,9 @@ _HELP = {
     "access to it.",
     "blend_store_unchecked": "Let storage backends of HiCache whose objects are not checked run as "
     "they are. file and mooncake are always checked.",
-    "blend_store_profile": "For evaluations only so far (--blend-eval). File that sgl-blend codec "
-    "profile wrote for this model. Chunks in a storage backend are coded as it says, in a few bits "
-    "per value. Exact prefixes are not, and with --blend-on-miss build nothing is. A profile of other "
-    "weights is refused.",
+    "blend_store_profile": "File that sgl-blend codec profile wrote for this model. Chunks in a "
+    "storage backend are coded as it says, in a few bits per value. Exact prefixes are not, and with "
+    "--blend-on-miss build nothing is. A profile of other weights is refused.",
     "blend_store_levels": "Levels at which chunks are stored, separated by commas: "
     f"{', '.join(LEVEL_NAMES)}. Several let each request take the finest that is there in time. By "
     "default the coarsest of the profile.",

@@ -16,6 +16,7 @@ RAW, PLANES = 0, 1
 """How a frame is stored: as it is, or sorted by significance."""
 
 _ZSTD_LEVEL = 1
+_LONG_MATCH = 7
 _MIN_SAVING = 16  # one part in so many, or a frame stays raw
 
 
@@ -68,6 +69,8 @@ class _Zstd(threading.local):
 
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+        few = zstandard.ZstdCompressionParameters.from_level(_ZSTD_LEVEL, min_match=_LONG_MATCH)
+        self.symbol_compressor = zstandard.ZstdCompressor(compression_params=few)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -77,6 +80,15 @@ _zstd = _Zstd()
 def deflate(data: bytes | memoryview) -> bytes:
     """Compress by zstd."""
     return _zstd.compressor.compress(data)
+
+
+def deflate_symbols(data: bytes | memoryview) -> bytes:
+    """Compress symbols that follow one another by chance, as bins do.
+
+    Short matches are found among them, and take more than the symbols would. With few of them, zstd
+    is nearly a Huffman coder.
+    """
+    return _zstd.symbol_compressor.compress(data)
 
 
 def inflate(data: memoryview, size: int) -> bytes | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sgl_blend.errors import ConfigError
 from sgl_blend.storage.codec.levels import CodecProfile, Floats, Level, LevelFigures
 from sgl_blend.storage.codec.quantiser import UnitCode, bins_of, pack_bins
-from sgl_blend.storage.frames import deflate, inflate
+from sgl_blend.storage.frames import deflate, deflate_symbols, inflate
 
 Counts: TypeAlias = NDArray[np.uint16]
 
@@ -36,7 +36,7 @@ class ZstdCoder:
 
     def encode(self, units: Sequence[torch.Tensor], first: int) -> bytes:
         """Compress neighbours."""
-        return deflate(torch.cat(list(units)).numpy().data)
+        return deflate_symbols(torch.cat(list(units)).numpy().data)
 
     def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> torch.Tensor | None:
         """Return their packed bytes."""

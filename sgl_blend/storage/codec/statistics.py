@@ -14,7 +14,7 @@ from sgl_blend.storage.codec.levels import (
     UnitScales,
 )
 from sgl_blend.storage.codec.quantiser import UnitCode, bins_of, encode_unit, make_unit_code
-from sgl_blend.storage.frames import deflate
+from sgl_blend.storage.frames import deflate_symbols
 
 _LEAST_SIGMA = 1e-6
 _UNSEEN = 0.02
@@ -42,7 +42,7 @@ def choose_transform(
     for transform in Transform:
         code = make_unit_code(profile, level, index, transform, slice(None))
         packed = torch.cat([encode_unit(page, code)[0] for page in unit])
-        bits[transform] = 8 * len(deflate(packed.numpy().data)) / elements
+        bits[transform] = 8 * len(deflate_symbols(packed.numpy().data)) / elements
     return min(bits, key=lambda transform: bits[transform]), bits
 
 

@@ -1,0 +1,219 @@
+"""At which level the next chunk of a request comes from the store.
+
+CacheGen §5.3: for each chunk the finest level that is there in time, at the throughput of the last
+chunk. If none is, the chunk's text is computed where that is faster, else the coarsest level comes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import Lock
+
+_STEP = 0.25
+"""Weight of a new page in the mean time to decode its level."""
+_DECODE_S_PER_BYTE = 1 / 600e6
+"""Of KV, until a page of the level is decoded: what one core does at least (benchmarks/codec.py)."""
+
+
+class StoreSpeed:
+    """How fast pages come at each level. Safe to use from many threads.
+
+    The link and the decoder are told apart. A page that takes long to decode says nothing about the
+    link, and a link that is slow is slow for all levels.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._bytes_per_s: float | None = None
+        self._decode_s: dict[str, float] = {}
+
+    def heard(self, stored_bytes: int, seconds: float) -> None:
+        """Note stored bytes that came over the link, and the seconds it was busy with them."""
+        if stored_bytes > 0 and seconds > 0:
+            with self._lock:
+                self._bytes_per_s = stored_bytes / seconds
+
+    def gave_up(self, stored_bytes: int, seconds: float) -> None:
+        """Note that so many stored bytes did not come in so many seconds."""
+        if stored_bytes > 0 and seconds > 0:
+            with self._lock:
+                most = stored_bytes / seconds
+                known = self._bytes_per_s
+                self._bytes_per_s = most if known is None else min(most, known)
+
+    def decoded(self, level: str, kv_bytes: int, seconds: float) -> None:
+        """Note that KV of a level was decoded and checked."""
+        each = seconds / kv_bytes
+        with self._lock:
+            before = self._decode_s.get(level, each)
+            self._decode_s[level] = before + _STEP * (each - before)
+
+    def seconds(self, level: str, share: float, kv_bytes: int) -> float:
+        """Return how long KV takes to come at a level; endless while nothing is known of the link.
+
+        Args:
+            level: Its name.
+            share: What it takes of the bytes of KV.
+            kv_bytes: The KV.
+        """
+        with self._lock:
+            rate, decode_s = self._bytes_per_s, self._decode_s.get(level, _DECODE_S_PER_BYTE)
+        if rate is None:
+            return math.inf
+        return kv_bytes * max(share / rate, decode_s)
+
+
+class RequestStream:
+    """What remains to be read for one request, and until when.
+
+    Made by the scheduler's thread; asked by the threads that read.
+
+    Args:
+        deadline_s: When all of it must be in host memory, by ``clock``; None: as soon as it can.
+        kv_bytes: KV of everything that is to be asked for, in bytes.
+        speed: Of the store.
+        text_s: Seconds that computing takes by the bytes of KV; None if nobody knows.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float | None,
+        kv_bytes: int,
+        speed: StoreSpeed,
+        text_s: Callable[[int], float] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._left = kv_bytes
+        self._speed = speed
+        self._text_s = text_s
+        self._clock = clock
+        self._lock = Lock()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; 0 beyond it, and without one."""
+        return 0.0 if self._deadline_s is None else max(0.0, self._deadline_s - self._clock())
+
+    @property
+    def left(self) -> int:
+        """Bytes of KV that are still to come."""
+        with self._lock:
+            return max(0, self._left)
+
+    def choose(self, kv_bytes: int, shares: Sequence[tuple[str, float]]) -> str | None:
+        """Return at which level the next chunk comes.
+
+        Args:
+            kv_bytes: Its KV, in bytes.
+            shares: Levels at which it is stored, from the finest on, each with what it takes of the
+                bytes of KV; at least one.
+
+        Returns:
+            A level; None if computing its text is faster. While nothing has been read the coarsest.
+        """
+        if self._deadline_s is None:
+            return shares[-1][0]
+        left, remaining_s = max(self.left, kv_bytes), self._deadline_s - self._clock()
+        for level, share in shares:
+            if self._speed.seconds(level, share, left) <= remaining_s:
+                return level
+        level, share = shares[-1]
+        load_s = self._speed.seconds(level, share, kv_bytes)
+        text_s = math.inf if self._text_s is None else self._text_s(kv_bytes)
+        return level if math.isinf(load_s) or load_s <= text_s else None
+
+    def add(self, kv_bytes: int) -> None:
+        """Note that more is to come, or less: what was read, or will not be."""
+        with self._lock:
+            self._left += kv_bytes
+
+
+class ChunkStream:
+    """One chunk on its way from the store; used by the threads that read.
+
+    Args:
+        request: The request that it is read for.
+        num_pages: That are asked for.
+        page_bytes: KV of each.
+        names: SGLang's hash of each page in the namespace that it comes into, and the one by which its
+            objects are named.
+    """
+
+    def __init__(
+        self,
+        request: RequestStream,
+        num_pages: int,
+        page_bytes: int,
+        names: Mapping[str, str],
+    ) -> None:
+        self._request = request
+        self._pending = num_pages
+        self._page_bytes = page_bytes
+        self._names = names
+        self._stored: dict[str, tuple[str, ...]] = {}
+        self._asked: set[str] = set()
+        self._begun = self._closed = False
+        self._level: str | None = None
+        self._came: dict[str, int] = {}
+        self._lock = Lock()
+
+    def stored_name(self, key: str) -> str:
+        """Return the hash by which the objects of a page are named."""
+        return self._names.get(key, key)
+
+    def found(self, key: str, levels: Iterable[str]) -> None:
+        """Note at which levels a page is stored, from the finest on."""
+        self._stored[key] = tuple(levels)
+
+    def found_all(self) -> None:
+        """Note that no more pages are stored than were found."""
+        with self._lock:
+            self._settle(len(self._stored) - sum(self._came.values()))
+
+    def waits_for(self, key: str) -> bool:
+        """Tell whether a page that was found is still to be read for this chunk."""
+        return not self._closed and key in self._stored and key not in self._asked
+
+    def level_of(self, key: str, share_of: Callable[[str], float]) -> str | None:
+        """Return at which level to read a page; None to leave it."""
+        stored = self._stored.get(key, ())
+        self._asked.add(key)
+        if not stored:
+            return None
+        if not self._begun:
+            self._begun = True
+            everywhere = [each for each in stored if self._is_everywhere(each)]
+            shares = [(level, share_of(level)) for level in everywhere or stored]
+            self._level = self._request.choose(len(self._stored) * self._page_bytes, shares)
+        if self._level is None:
+            return None
+        # A page that was not written at this level, on a full disk, comes at a coarser one.
+        return self._level if self._level in stored else stored[-1]
+
+    def _is_everywhere(self, level: str) -> bool:
+        return all(level in levels for levels in self._stored.values())
+
+    def read(self, level: str) -> None:
+        """Note a page that came."""
+        with self._lock:
+            self._came[level] = self._came.get(level, 0) + 1
+            self._settle(max(0, self._pending - 1))
+
+    def close(self) -> None:
+        """Note that no more of it is read."""
+        with self._lock:
+            self._closed = True
+            self._settle(0)
+
+    def _settle(self, pending: int) -> None:
+        self._request.add((pending - self._pending) * self._page_bytes)
+        self._pending = pending
+
+    @property
+    def level(self) -> str | None:
+        """The level of most of its pages; None if none came."""
+        return max(self._came, key=lambda level: self._came[level], default=None)
