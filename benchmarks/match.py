@@ -79,17 +79,18 @@ def store_chunks(driver: Driver, system: array[int], count: int, length: int) ->
 
     from sgl_blend.engine.tree import tree_key
 
-    tree = driver.scheduler.tree_cache
+    tree, store = driver.scheduler.tree_cache, driver.runtime.admission._store
     allocator = driver.scheduler.token_to_kv_pool_allocator
     salt = driver.chunk_salt()
     head = allocator.alloc(len(system))
     for number in range(count):
-        path = array("q", system)
-        path.extend(_chunk(number, length))
+        path, chunk = array("q", system), _chunk(number, length)
+        path.extend(chunk)
         slots = torch.cat([head, allocator.alloc(length)])
         key = tree_key(path, salt=salt, extra_key=None)
         stored = len(system) if number else 0
         tree.insert(InsertParams(key=key, value=slots, prev_prefix_len=stored))
+        store.remember(ChunkKey(salt, None, system.tobytes(), chunk.tobytes()))
 
 
 def measure(driver: Driver, case: tuple[int, int], count: int, prompts: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from sgl_blend.engine.tiers import (
     match_host,
 )
 from sgl_blend.engine.tree import (
+    TOKEN_BYTES,
     TreeLock,
     TreeMatch,
     evictable_tokens,
@@ -71,12 +72,12 @@ class ChunkKey(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     @property
     def prefix_length(self) -> int:
         """Tokens of the build prefix."""
-        return len(self.prefix) // array("q").itemsize
+        return len(self.prefix) // TOKEN_BYTES
 
     @property
     def length(self) -> int:
         """Tokens of the chunk."""
-        return len(self.tokens) // array("q").itemsize
+        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def prefix_only(self) -> ChunkKey:
@@ -198,18 +199,23 @@ class ChunkStore:
         if not wanted:
             return matches
         new = branch.find_all(chunks[index] for index in wanted)
-        prefix_length = keys[0].prefix_length
+        prefix_length, page_size = keys[0].prefix_length, self._page_size
         complete: list[bytes] = []
         where: list[TreeMatch] = []
         for index, match in zip(wanted, new, strict=True):
             matches[index] = match
             if match is not None and match.known is None:
-                whole = self.whole_pages(prefix_length + keys[index].length)
-                if match.stop == whole:
-                    complete.append(chunks[index])
+                tokens = chunks[index]
+                if prefix_length + len(tokens) // TOKEN_BYTES - match.stop < page_size:
+                    complete.append(tokens)
                     where.append(match)
         places.add(group, complete, where)
         return matches
+
+    def remember(self, key: ChunkKey) -> None:
+        """Note where a chunk is that was just built, so that no request has to search for it."""
+        if self._places is not None:
+            self._find_in_one([key], [Span(0, key.length)])
 
     def still_there(self, hits: Sequence[ChunkHit | None]) -> list[ChunkHit | None]:
         """Return the hits with None for those that may not be where they were found."""

@@ -17,7 +17,7 @@ in flight is over with its one forward.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sgl_blend.engine.admission import (
@@ -108,7 +108,7 @@ class ChunkBuilder:
         steps: Where builds are cut.
         kind: Word in the ids of requests.
         budget: What background steps may take of the requests' time.
-        on_built: Called with each chunk that was built.
+        on_built: Each is called with every chunk that was built.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ChunkBuilder:
         *,
         kind: str,
         budget: BuildBudget,
-        on_built: Callable[[ChunkKey], None],
+        on_built: Sequence[Callable[[ChunkKey], None]] = (),
     ) -> None:
         self._scheduler = scheduler
         self._on_built = on_built
@@ -372,7 +372,8 @@ class ChunkBuilder:
             if ended and not was_aborted(build) and _step_of(build).is_last:
                 self._pending.remove(key)
                 self.num_built += 1
-                self._on_built(key)
+                for tell in self._on_built:
+                    tell(key)
             logger.debug("%s ended, %d tokens", rid_of(build), len(prompt_ids(build)))
 
 

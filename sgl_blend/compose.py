@@ -137,7 +137,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         StepPlanner(store, tokens),
         kind="build",
         budget=BuildBudget(served, BUILD_SHARE),
-        on_built=shares.built,
+        on_built=(store.remember, shares.built),
     )
     longest = longest_prompt(facts.runner) - 1  # SGLang serves no longer ones
     memories = Memories(store, vocab_size(scheduler), fusion.memory_tokens, longest)
@@ -148,7 +148,6 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         ProbeSteps(store, tokens, memories),
         kind="probe",
         budget=BuildBudget(served, PROBE_SHARE),
-        on_built=lambda key: None,
     )
     publish: dict[str, Any] = {
         "publish": facts.publishes and tp_group.is_first,
@@ -246,18 +245,17 @@ def _stored_levels(
     config: BlendConfig, fusion: _Fusion, model: LoadedModel, tp_group: TPGroup
 ) -> StoredLevels | None:
     """Read at which levels chunks are stored; None: nothing is lost."""
-    if config.blend_store_profile is None:
+    if (path := config.blend_store_profile) is None:
         return None
     if config.blend_on_miss == "build":
         logger.warning("sgl-blend: chunks are stored losslessly, as --blend-on-miss build asks")
         return None
     if tp_group.num_ranks > 1:
         raise UnsupportedError("--blend-store-profile is not supported with --tp-size yet")
-    profile = read_profile(Path(config.blend_store_profile))
+    profile = read_profile(Path(path))
     if profile.is_blank and not config.blend_eval:
-        raise UnsupportedError(
-            f"--blend-store-profile {config.blend_store_profile} is empty: sgl-blend codec profile "
-            "did not finish"
+        raise ConfigError(
+            f"--blend-store-profile {path} is empty: sgl-blend codec profile did not finish"
         )
     embedding = fusion.rotation.embedding
     rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
@@ -266,14 +264,13 @@ def _stored_levels(
     model.settle()
     if profile.weights != model.weights:
         raise ConfigError(
-            f"--blend-store-profile {config.blend_store_profile} was measured on other weights; "
+            f"--blend-store-profile {path} was measured on other weights; "
             "run sgl-blend codec profile for this model"
         )
     names = check_levels(config.store_levels or tuple(profile.levels)[-1:], profile)
     if not names:
         raise ConfigError(
-            f"--blend-store-profile {config.blend_store_profile} has no level: none was within its "
-            f"budget of {profile.max_loss}"
+            f"--blend-store-profile {path} has no level: none was within {profile.max_loss}"
         )
     return StoredLevels(names, profile, rotation)
 
