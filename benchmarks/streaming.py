@@ -285,8 +285,10 @@ def main() -> int:
         for row in (*LEVEL_ROWS, ADAPTIVE)
     }
     fixed = statistics.mean(mean[row] for row in LEVEL_ROWS)
-    found |= {"mean": mean, "fixed": fixed}
+    best = min(LEVEL_ROWS, key=lambda row: mean[row])
+    found |= {"mean": mean, "fixed": fixed, "best_fixed": best}
     print(f"violations: adaptive {mean[ADAPTIVE]:.1%}, mean of fixed levels {fixed:.1%}; {mean}")
+    print(f"the best fixed level is {best}; in each case another one may be")
     args.json.parent.mkdir(exist_ok=True, parents=True)
     args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.plot is not None:

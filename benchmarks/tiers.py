@@ -204,8 +204,11 @@ def started(
             engine.close()
 
 
-def run(rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
-    """Run all rounds; return seconds by engine and place, and the speed of host memory."""
+def run(rounds: int, path: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
+    """Run all rounds; return seconds by engine and place, and the speed of host memory.
+
+    What was measured is in a file after each round: a run takes long and may be cut short.
+    """
     model = prepare(ROOT / "build" / "demo", Recipe(), print).model
     order = random.Random("tiers")
     places = ["text", "device", "host", *FILE_PLACES, "down"]
@@ -241,6 +244,9 @@ def run(rounds: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, float
                         f"{report['storage_tokens']}, ratio {report['ratio']:.2f}",
                         flush=True,
                     )
+            path.write_text(
+                json.dumps({**origin_of_script(), "rounds": turn, "seconds": found}) + "\n"
+            )
         return found, engines["controller", "file"].call(link)
 
 
@@ -293,7 +299,7 @@ def main() -> int:
         rates = tiers_levels.run(args.rounds)
         args.json.write_text(json.dumps({**origin_of_script(), "rates": rates}, indent=1) + "\n")
         return int(not tiers_levels.show(rates))
-    found, host = run(args.rounds)
+    found, host = run(args.rounds, args.json)
     num_bytes = CHUNKS * CHUNK_TOKENS * host["token_bytes"]
     load_s = host["host_latency_s"] + num_bytes / host["host_bytes_per_s"]
     bars = bars_of(found, load_s)

@@ -114,6 +114,11 @@ class ChunkHit(msgspec.Struct, eq=False, gc=False):
     complete: bool
     is_rounded: bool = False
 
+    @property
+    def stored_key(self) -> ChunkKey:
+        """Key of the path that was found, in the namespace where it lies."""
+        return self.key.rounded if self.is_rounded else self.key
+
 
 class ChunkStore:
     """Finds and locks chunk KV in the server's tree; owns no memory.
@@ -292,13 +297,17 @@ class ChunkStore:
         return None
 
     def stored_in_tiers(self, key: ChunkKey) -> tuple[int, int]:
-        """Return how many tokens of a chunk and its build prefix are on the device, and on the host."""
-        path = key.path
-        found = (
-            match_host(self._tree, path, salt=salt, extra_key=key.extra_key)
-            for salt in self._salts_of(key)
-        )
-        return max(((each.device_tokens, each.host_tokens) for each in found), key=sum)
+        """Return how many tokens of a chunk and its build prefix are on the device, and on the host.
+
+        If not all of them are, those of the namespace that storage would bring the rest into.
+        """
+        path, on_device, on_host = key.path, 0, 0
+        for salt in self._salts_of(key):
+            found = match_host(self._tree, path, salt=salt, extra_key=key.extra_key)
+            on_device, on_host = found.device_tokens, found.host_tokens
+            if on_device + on_host >= self.whole_pages(len(path)):
+                break
+        return on_device, on_host
 
     def reach(self, tokens: array[int], *, salt: str | None, extra_key: str | None) -> int:
         """Return how many tokens of a path, from the first on, are on the device or on the host."""

@@ -76,8 +76,9 @@ def rounded_salt_of(chunk_salt: str) -> str:
 
 
 def probe_salt_of(chunk_salt: str) -> str:
-    """Name the probes' namespace that belongs to a namespace of chunks."""
-    return chunk_salt.replace(f"{RESERVED_SALT}c:", f"{RESERVED_SALT}p:", 1)
+    """Name the probes' namespace that belongs to a namespace of chunks, rounded or not."""
+    rest = chunk_salt.removeprefix(f"{RESERVED_SALT}c:").removeprefix(f"{RESERVED_SALT}q:")
+    return f"{RESERVED_SALT}p:{rest}"
 
 
 def is_probe(salt: str | None) -> bool:

@@ -158,7 +158,8 @@ class Admission:
         coming = self._storage.keys_coming(rid_of(req))
         self._builder.enqueue(key for key in lookup.missing if key not in coming)
         if POLICIES[state.policy].trusts_memory:
-            unknown = [hit.key for hit in lookup.hits if self._memories.place_of(hit) is None]
+            place_of = self._memories.place_of
+            unknown = [hit.stored_key for hit in lookup.hits if place_of(hit) is None]
             self._prober.enqueue(self._memories.keys_of([*unknown, *lookup.missing]))
 
     def _follow_model(self, req: Req, state: RequestState) -> None:

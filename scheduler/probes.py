@@ -75,8 +75,9 @@ class Memories:
     """Knows of which chunks there is a memory, and where; owned by the scheduler thread.
 
     A memory belongs to a chunk after its build prefix, and not to the slots of its KV. Chunks that
-    begin alike share slots. And KV that was evicted is built again, the same bit for bit. The places
-    are a ring: what was remembered first makes room.
+    begin alike share slots. And KV that was evicted is built again, the same bit for bit. A chunk that
+    came from storage in few bits has a memory of its own, which sees what rounding did to it. The
+    places are a ring: what was remembered first makes room.
 
     Args:
         store: Where chunks are found.
@@ -120,7 +121,7 @@ class Memories:
 
     def place_of(self, hit: ChunkHit) -> int | None:
         """Return where a stored chunk's memory is; None unless all of its probes have run."""
-        entry = self._entries.get(hit.key)
+        entry = self._entries.get(hit.stored_key)
         if entry is None or entry.probes != (1 << len(self._texts)) - 1:
             return None
         return entry.place
@@ -131,7 +132,7 @@ class Memories:
         if entry is not None and entry.probes >> key.number & 1:
             return None
         hit = self._store.find(key.chunk, Span(0, key.chunk.length))
-        return hit if hit is not None and hit.complete else None
+        return hit if hit is not None and hit.complete and not hit.is_rounded else None
 
     def probed(self, key: ProbeKey) -> Probed | None:
         """Note that a probe runs to its end now; return what it finds out, None if that is nothing."""

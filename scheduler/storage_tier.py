@@ -29,6 +29,7 @@ from sgl_blend.engine.prefetch import (
     has_storage,
     is_on_its_way,
     namespace_of_node,
+    reads_coded,
     start_prefetch,
     take_loaded,
     writes_in_flight,
@@ -148,7 +149,9 @@ class StorageTier:
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
         keys, patience_s, in_pieces = self._choose(state, covered)
-        stream = None if self._levels is None or not keys else self._levels.stream(state, keys)
+        stream = None
+        if self._levels is not None and keys and reads_coded(self._tree):
+            stream = self._levels.stream(state, keys)
         if stream is not None:  # a finer level may take as long as there is time
             patience_s = max(patience_s, stream.remaining_s)
         arrival = _Arrival(req, state, patience_s, in_pieces, stream)
@@ -278,7 +281,8 @@ class StorageTier:
         pairs = zip(state.keys, state.spans, strict=True)
         wanted = [(key, span) for key, span in pairs if span.stop > covered]
         if self._controller is None:
-            return tuple(key for key, _ in wanted), _MOST_WAIT_S, False
+            lacking = [key for key, _ in wanted if not self._is_in_a_tier(key)]
+            return tuple(lacking), _MOST_WAIT_S, False
         token_bytes = self._controller.token_bytes
         chunks, asks = [], False
         for key, span in wanted:
@@ -303,6 +307,10 @@ class StorageTier:
             wanted[index][0] for index in choice.loaded if chunks[index].place is Place.STORAGE
         )
         return keys, self._controller.patience_s(choice), choice.stepwise
+
+    def _is_in_a_tier(self, key: ChunkKey) -> bool:
+        """Tell whether all of a chunk is on the device or on the host, in whatever namespace."""
+        return sum(self._store.stored_in_tiers(key)) >= self._store.whole_pages(len(key.path))
 
     @property
     def _least_share(self) -> float:

@@ -101,6 +101,41 @@ def test_deadlines_decide_what_comes(start_engine: StartEngine, profile: Path) -
         assert back.report["chunk_levels"] == [level] * 3, slo_ms
 
 
+def test_a_deadline_lets_a_request_wait_for_a_slow_store(
+    start_engine: StartEngine, profile: Path
+) -> None:
+    # Two pages are read at a time, 17 in all: longer than the two seconds that it would wait else.
+    engine = start_engine(**coded(profile, "q4-2.0"))
+    for slo_ms, hits in ((None, 0), (60_000, 3)):
+        _, back, _, _ = engine.call(_store_with_slo, f"slow {slo_ms}", slo_ms, 0.4)
+        assert back.report["chunk_hits"] == hits, slo_ms
+
+
+def _two_at_once(driver: Driver, salt: str) -> tuple[Answer, Answer]:
+    """Have one chunk asked for by a request without time, for which text is faster, and by another."""
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    flush(driver)
+    ask(driver, salt)  # so that the store is known to be fast
+    flush(driver)
+    prompts = [_with(prompt_of(salt, order), sgl_blend_slo_ms=slo_ms) for order, slo_ms in AT_ONCE]
+    with patch("sgl_blend.scheduler.level_choice.LevelChoice._text_s", lambda *args: 0.0):
+        hurried, patient = driver.ask(*prompts)
+        driver.settle()
+    return hurried, patient
+
+
+AT_ONCE = (((0, 1, 2), 1e-3), ((2, 1, 0), 1e6))
+
+
+def test_a_request_without_time_does_not_decide_for_another(
+    start_engine: StartEngine, profile: Path
+) -> None:
+    hurried, patient = start_engine(**coded(profile, "q8,q4-2.0")).call(_two_at_once, "at once")
+    assert hurried.report["chunk_levels"] == []
+    assert patient.report["chunk_levels"] == ["q8"] * 3
+
+
 def _without_time(driver: Driver, salt: str, text_s: float) -> Answer:
     with patch("sgl_blend.scheduler.level_choice.LevelChoice._text_s", lambda *args: text_s):
         return _store_with_slo(driver, salt, 1e-3)[1]

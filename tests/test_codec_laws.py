@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
 from sparse_path import assert_same
 from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, chunk_kv, fill, flush, num_built, same
-from stored_files import NEEDS_NAMESPACES, store
+from stored_files import NEEDS_NAMESPACES, PAGE, store
+
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.radix_ext.namespaces import rounded_salt_of
 
 __all__ = ["model_folder", "profile", "start_engine", "store"]  # fixtures
 
@@ -53,27 +57,43 @@ def test_l1_holds_with_a_rounded_chunk_first(
         assert_same(answer, reference)
 
 
-def _built_beside_rounded(driver: Driver, salt: str) -> tuple[Answer, list[Any], list[Any]]:
+def _built_beside_rounded(
+    driver: Driver, salt: str
+) -> tuple[Answer, list[Any], list[Any], list[Any]]:
     """Have a chunk built by a server that holds nothing else but rounded KV, and by one without."""
     fill(driver, salt)
     driver.ask(rag_prompt(SYSTEM, [CHUNKS[0]], QUESTION, salt=salt))
     driver.settle()
-    (answer,) = driver.ask(rag_prompt(SYSTEM, [CHUNKS[0], NEW], QUESTION, salt=salt))
+    (answer,) = driver.ask(rag_prompt(SYSTEM, [NEW, CHUNKS[0]], QUESTION, salt=salt))
     driver.settle()
     kv = driver.kv(SYSTEM + NEW, driver.chunk_salt(salt))
+    flush(driver)
+    ask(driver, salt)  # so that the store is known to be fast
+    patient = {"sgl_blend_slo_ms": 1e6}
+    driver.ask(rag_prompt(SYSTEM, [NEW], QUESTION, salt=salt, params=patient))
+    driver.settle()
+    stored = driver.kv(SYSTEM + NEW, rounded_salt_of(driver.chunk_salt(salt)))
     flush(driver)
     alone = f"{salt} alone"
     driver.ask(rag_prompt(SYSTEM, [NEW], QUESTION, salt=alone))
     driver.settle()
-    return answer, kv, driver.kv(SYSTEM + NEW, driver.chunk_salt(alone))
+    return answer, kv, stored, driver.kv(SYSTEM + NEW, driver.chunk_salt(alone))
 
 
 def test_l4_holds_for_chunks_that_are_built_beside_rounded_ones(
     start_engine: StartEngine, profile: Path, store: Path
 ) -> None:
-    answer, kv, alone = start_engine(**coded(profile, LEVEL)).call(_built_beside_rounded, "beside")
+    engine = start_engine(**coded(profile, f"lossless,{LEVEL}"))
+    answer, kv, stored, alone = engine.call(_built_beside_rounded, "beside")
     assert answer.report["chunk_hits"] == 1
     assert same(kv, alone)
+    # The prefix that it was stored after is rounded there, and the pages that hold some of both.
+    own = len(SYSTEM) // PAGE * PAGE + PAGE
+    assert same(_after(stored, own), _after(alone, own))
+
+
+def _after(kv: list[Any], start: int) -> list[Any]:
+    return [tuple(part[start:] for part in layer) for layer in kv]
 
 
 def _written_after_a_load(driver: Driver, salt: str, folder: Path) -> tuple[int, int, int, int]:
@@ -98,22 +118,19 @@ def test_rounded_chunks_are_not_written_nor_built_again(
 
 def _both(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:
     """Ask while a chunk is there as it was built, and rounded too."""
-    warm, kv, _ = fill(driver, salt)
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    warm, kv = ask(driver, salt, (1, 2, 0)), chunk_kv(driver, salt)
+    flush(driver)
     ask(driver, salt)
-    rounded = rounded_kv(driver, salt)
-    assert not same(kv, rounded)
-    for index in range(3):  # a server that lacks storage for a while builds them
+    assert not same(kv, rounded_kv(driver, salt))
+    for index in range(3):  # as a server does that lacks storage for a while
         _build(driver, salt, index)
-    (again,) = driver.ask(rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 0, 1)], QUESTION, salt=salt))
-    return warm, again, kv, chunk_kv(driver, salt)
+    return warm, ask(driver, salt, (1, 2, 0)), kv, chunk_kv(driver, salt)
 
 
 def _build(driver: Driver, salt: str, index: int) -> None:
     """Have a chunk built that is there rounded alone."""
-    from array import array
-
-    from sgl_blend.radix_ext.chunk_store import ChunkKey
-
     prefix, tokens = (array("q", part).tobytes() for part in (SYSTEM, CHUNKS[index]))
     key = ChunkKey(driver.chunk_salt(salt), None, prefix, tokens)
     driver.runtime.builder.enqueue([key])
@@ -126,4 +143,59 @@ def test_what_was_built_comes_before_what_was_rounded(
     warm, again, kv, kv_now = start_engine(**coded(profile, LEVEL)).call(_both, "both")
     assert same(kv, kv_now)
     assert again.report["chunk_hits"] == 3
+    assert again.report["storage_tokens"] == 0
     assert again.logprobs == warm.logprobs
+
+
+def _remembered(driver: Driver, salt: str) -> tuple[list[str], list[str]]:
+    """Return the namespaces of what is remembered while a chunk is rounded, and after its build."""
+    fill(driver, salt)
+    ask(driver, salt)
+    entries = driver.runtime._memories._entries
+
+    def namespaces() -> list[str]:
+        driver.settle()
+        return sorted(
+            {key.salt for key in entries if key.tokens == array("q", CHUNKS[1]).tobytes()}
+        )
+
+    rounded = namespaces()
+    _build(driver, salt, 1)
+    ask(driver, salt, (1, 2, 0))
+    return rounded, namespaces()
+
+
+def test_what_rounding_did_is_not_remembered_of_what_was_built(
+    start_engine: StartEngine, profile: Path, store: Path
+) -> None:
+    engine = start_engine(**coded(profile, LEVEL, blend_policy="funnel"))
+    rounded, both = engine.call(_remembered, "memory")
+    assert [salt[: len("sgl-blend:q")] for salt in rounded] == ["sgl-blend:q"]
+    assert [salt[: len("sgl-blend:q")] for salt in both] == ["sgl-blend:c", "sgl-blend:q"]
+
+
+def _after_new_weights(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:
+    """Store chunks of weights that no profile was measured on, and ask for them."""
+    runner = driver.scheduler.tp_worker.model_runner
+    weight = next(iter(runner.model.parameters())).data
+    weight.mul_(1.25)
+    try:
+        driver.runtime.weights_changed()
+        warm, kv, _ = fill(driver, salt)
+        back = ask(driver, salt)
+        return warm, back, kv, chunk_kv(driver, salt)
+    finally:
+        weight.div_(1.25)
+        driver.runtime.weights_changed()
+        driver.settle()
+
+
+def test_after_a_weight_update_chunks_are_stored_and_found_losslessly(
+    start_engine: StartEngine, profile: Path, store: Path
+) -> None:
+    engine = start_engine(**coded(profile, LEVEL))
+    warm, back, kv, kv_back = engine.call(_after_new_weights, "weights")
+    assert back.report["storage_tokens"] > 0
+    assert back.report["chunk_hits"] == 3
+    assert same(kv, kv_back)
+    assert back.logprobs == warm.logprobs

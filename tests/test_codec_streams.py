@@ -101,6 +101,29 @@ def test_a_read_that_was_given_up_tells_how_slow_the_store_is() -> None:
     assert store.seconds("q4", 0.12, 100 * MB) == 0.12 * 100 / 10
 
 
+def test_what_was_heard_long_ago_is_forgotten() -> None:
+    clock = Clock()
+    store = StoreSpeed(clock)
+    store.gave_up(1, 2.0)
+    made = stream(1.0, speed=store, clock=clock, text_s=lambda kv_bytes: 0.0)
+    assert made.choose(100 * MB, SHARES) is None
+    clock.now = 11.0
+    assert made.choose(100 * MB, SHARES) == "q4-2.0"
+
+
+def test_a_chunk_that_is_left_for_text_leaves_time_to_the_next() -> None:
+    store = speed()
+    request = stream(-1.0, kv_mb=200, text_s=lambda kv_bytes: 0.0, speed=store)
+    chunk = chunk_of(request)
+    chunk.found("a", ("q4",))
+    assert chunk.level_of("a", dict(SHARES).__getitem__) is None
+    chunk.stop()
+    assert request.left == 100 * MB
+    chunk.found_all()
+    chunk.read("q4")
+    assert request.left == 100 * MB
+
+
 def test_what_is_left_follows_what_comes() -> None:
     request = stream(1.0, kv_mb=200)
     chunk, other = chunk_of(request), chunk_of(request)
@@ -110,10 +133,10 @@ def test_what_is_left_follows_what_comes() -> None:
     assert request.left == 150 * MB
     chunk.read("q4")
     assert request.left == 125 * MB
-    chunk.close()
+    chunk.stop()
     assert request.left == 100 * MB
-    chunk.close()
-    other.close()
+    chunk.stop()
+    other.stop()
     assert request.left == 0
 
 
@@ -128,9 +151,9 @@ def test_two_requests_for_a_page_are_served_in_turn() -> None:
         assert not chunk.waits_for("a")
         chunk.found("a", ("q4",))
     assert [first.waits_for("a"), second.waits_for("a")] == [True, True]
-    first.level_of("a", dict(SHARES).__getitem__)
+    first.take("a")
     assert [first.waits_for("a"), second.waits_for("a")] == [False, True]
-    second.close()
+    second.stop()
     assert not second.waits_for("a")
 
 

@@ -54,6 +54,7 @@ _MOST_EXPECTED = 1_000_000
 """Pages that wait to be written, in a queue of SGLang that nothing bounds."""
 _MOST_STREAMS = 100_000
 """Pages that were found and are not read yet."""
+_FEW_STREAMS = 1000
 _SETUP_S = 30.0
 _CLEAR_S = 60.0
 
@@ -84,6 +85,7 @@ class CheckedPages:
         self._objects = PageObjects(store, pages.form, names, calls, secret)
         self._positions: dict[str, int] = {}
         self._streams: dict[str, tuple[ChunkStream, ...]] = {}
+        self._forget_at = _FEW_STREAMS
         self._lock = Lock()
 
     def connect(self, backend: str) -> None:
@@ -142,12 +144,13 @@ class CheckedPages:
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
         """Return how many of the pages, from the first on, are stored at some level."""
         stream, levels = _stream_of(extra_info), self.levels
-        if stream is None or levels is None:
+        if stream is None:
             return self._objects.count(keys, LEVEL)
         found, names = 0, [stream.stored_name(key) for key in keys]
+        readable = (LEVEL,) if levels is None else levels.readable
         while found < len(keys):
             # From a gap on all levels are asked again: a full disk leaves single pages out.
-            counts = {level: self._objects.count(names[found:], level) for level in levels.readable}
+            counts = {level: self._objects.count(names[found:], level) for level in readable}
             reach = max(counts.values())
             if reach == 0:
                 break
@@ -162,9 +165,20 @@ class CheckedPages:
                 # Two requests may ask for a page; it is popped so that it stands behind all others.
                 others = [each for each in self._streams.pop(key, ()) if each.waits_for(key)]
                 self._streams[key] = (*others, stream)
-            while len(self._streams) > _MOST_STREAMS:
-                del self._streams[next(iter(self._streams))]
+            self._forget_streams()
         return found
+
+    def _forget_streams(self) -> None:
+        """Forget what nobody waits for any more, now and then, and too many in any case."""
+        if len(self._streams) > self._forget_at:
+            alive = {
+                key: waiting
+                for key, streams in self._streams.items()
+                if (waiting := tuple(each for each in streams if each.waits_for(key)))
+            }
+            while len(alive) > _MOST_STREAMS:
+                del alive[next(iter(alive))]
+            self._streams, self._forget_at = alive, max(_FEW_STREAMS, 2 * len(alive))
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
         """Fill one of SGLang's flat pages; None if the page is not there."""
@@ -197,8 +211,14 @@ class CheckedPages:
             # The last page is the chunk's own; the first ones may be shared with others.
             waiting = self._streams.get(keys[-1], ()) if keys else ()
             stream = next((each for each in waiting if each.waits_for(keys[-1])), None)
-        if stream is None or levels is None:
+            if stream is not None:
+                stream.take(
+                    keys
+                )  # so that another request's read of these pages is not taken for it
+        if stream is None:
             return self._objects.labels(keys, LEVEL), None
+        if levels is None:
+            return self._objects.labels([stream.stored_name(key) for key in keys], LEVEL), stream
         dtype, labels = self._pages.form.dtype, []
         for key in keys:
             level = stream.level_of(key, lambda level: levels.share_of(level, dtype))
@@ -207,7 +227,9 @@ class CheckedPages:
             if label is None:
                 break
             labels.append(label)
-        self.counters.add("left_for_text", len(keys) - len(labels))
+        if len(labels) < len(keys):
+            self.counters.add("left_for_text", len(keys) - len(labels))
+            stream.stop()
         return labels, stream
 
     # --- writing ---

@@ -130,6 +130,8 @@ class PageObjects:
                 if isinstance(page, Fault):
                     self._suspect(labels[index + 1 :])
                 late = labels[index] if page is CallFault.TIMEOUT else None
+                if stream is not None:
+                    stream.stop()
                 break
             came.append(page)
             yield page.data

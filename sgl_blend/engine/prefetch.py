@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from sgl_blend.engine.checked_pages import ReadOrder
 from sgl_blend.engine.objects import Handle, Tree
@@ -53,6 +54,12 @@ class Coded:
 def has_storage(tree: Tree) -> bool:
     """Tell whether there is storage behind host memory now; an operator can attach and detach it."""
     return bool(getattr(tree, "enable_storage", False))
+
+
+def reads_coded(tree: Tree) -> bool:
+    """Tell whether storage may hold chunks in few bits of the weights that are loaded now."""
+    storage = storage_of(tree)
+    return storage is not None and storage.levels is not None
 
 
 def prepare_storage(tree: Tree) -> None:
@@ -103,9 +110,13 @@ def start_prefetch(
     if tree.hicache_storage_pass_prefix_keys:
         order = tree.get_prefix_hash_values(anchor)
     if coded is not None and (storage := storage_of(tree)) is not None:
-        pages = [_page_hashes(tree, token_ids, each, extra_key) for each in (salt, coded.salt)]
-        names = dict(zip(*pages, strict=True))
-        chunk = ChunkStream(coded.stream, num_tokens // tree.page_size, storage.page_bytes, names)
+        asked = tree_key(token_ids[matched : matched + num_tokens], salt=salt, extra_key=extra_key)
+        own = _page_hashes(tree, asked, tree.get_last_hash_value(anchor))
+        whole = tree_key(
+            token_ids, salt=coded.salt, extra_key=extra_key, limit=matched + num_tokens
+        )
+        names = dict(zip(own, _page_hashes(tree, whole)[-len(own) :], strict=True))
+        chunk = ChunkStream(coded.stream, len(own), storage.page_bytes, names)
         order = ReadOrder(order or (), chunk)
     tree.prefetch_from_storage(
         handle,
@@ -123,15 +134,11 @@ def start_prefetch(
     return None
 
 
-def _page_hashes(
-    tree: Tree, token_ids: array[int], salt: str | None, extra_key: str | None
-) -> list[str]:
-    """Return SGLang's hashes of the whole pages of a path in a namespace."""
+def _page_hashes(tree: Tree, key: Any, last: str | None = None) -> list[str]:
+    """Return SGLang's hashes of the pages of a path, whole ones, which may follow on others."""
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-    whole = len(token_ids) // tree.page_size * tree.page_size
-    key = tree_key(token_ids, salt=salt, extra_key=extra_key, limit=whole)
-    return list(get_storage_hash_str(key, page_size=tree.page_size))
+    return list(get_storage_hash_str(key, last, page_size=tree.page_size))
 
 
 @contextmanager
@@ -157,19 +164,19 @@ def take_loaded(tree: Tree, prefetch: Prefetch) -> int:
     """Return how many tokens a prefetch that is over has brought; the tree forgets it."""
     loaded = int(tree.pop_prefetch_loaded_tokens(prefetch.handle))
     _forget(tree, prefetch.name)
-    _close(prefetch)
+    _stop(prefetch)
     return loaded
 
 
 def drop_prefetch(tree: Tree, prefetch: Prefetch) -> None:
     """Give a prefetch up. Host memory that is being read into comes free when the read is over."""
     tree.release_aborted_request(prefetch.handle)
-    _close(prefetch)
+    _stop(prefetch)
 
 
-def _close(prefetch: Prefetch) -> None:
+def _stop(prefetch: Prefetch) -> None:
     if prefetch.chunk is not None:
-        prefetch.chunk.close()
+        prefetch.chunk.stop()
 
 
 def _forget(tree: Tree, name: str) -> None:

@@ -13,6 +13,8 @@ from threading import Lock
 
 _STEP = 0.25
 """Weight of a new page in the mean time to decode its level."""
+_FORGOTTEN_S = 10.0
+"""After so long without a page nobody knows how fast the link is."""
 _DECODE_S_PER_BYTE = 1 / 600e6
 """Of KV, until a page of the level is decoded: what one core does at least (benchmarks/codec.py)."""
 
@@ -21,10 +23,16 @@ class StoreSpeed:
     """How fast pages come at each level. Safe to use from many threads.
 
     The link and the decoder are told apart. A page that takes long to decode says nothing about the
-    link, and a link that is slow is slow for all levels.
+    link, and a link that is slow is slow for all levels. What was heard of the link is forgotten after
+    a while: a store that was too slow for every chunk would never be asked again.
+
+    Args:
+        clock: Seconds that never go back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._heard_s = -math.inf
         self._lock = Lock()
         self._bytes_per_s: float | None = None
         self._decode_s: dict[str, float] = {}
@@ -34,14 +42,15 @@ class StoreSpeed:
         if stored_bytes > 0 and seconds > 0:
             with self._lock:
                 self._bytes_per_s = stored_bytes / seconds
+                self._heard_s = self._clock()
 
     def gave_up(self, stored_bytes: int, seconds: float) -> None:
         """Note that so many stored bytes did not come in so many seconds."""
         if stored_bytes > 0 and seconds > 0:
             with self._lock:
-                most = stored_bytes / seconds
-                known = self._bytes_per_s
+                most, known = stored_bytes / seconds, self._known()
                 self._bytes_per_s = most if known is None else min(most, known)
+                self._heard_s = self._clock()
 
     def decoded(self, level: str, kv_bytes: int, seconds: float) -> None:
         """Note that KV of a level was decoded and checked."""
@@ -59,10 +68,13 @@ class StoreSpeed:
             kv_bytes: The KV.
         """
         with self._lock:
-            rate, decode_s = self._bytes_per_s, self._decode_s.get(level, _DECODE_S_PER_BYTE)
+            rate, decode_s = self._known(), self._decode_s.get(level, _DECODE_S_PER_BYTE)
         if rate is None:
             return math.inf
         return kv_bytes * max(share / rate, decode_s)
+
+    def _known(self) -> float | None:
+        return self._bytes_per_s if self._clock() - self._heard_s < _FORGOTTEN_S else None
 
 
 class RequestStream:
@@ -156,7 +168,7 @@ class ChunkStream:
         self._names = names
         self._stored: dict[str, tuple[str, ...]] = {}
         self._asked: set[str] = set()
-        self._begun = self._closed = False
+        self._begun = self._over = False
         self._level: str | None = None
         self._came: dict[str, int] = {}
         self._lock = Lock()
@@ -176,12 +188,15 @@ class ChunkStream:
 
     def waits_for(self, key: str) -> bool:
         """Tell whether a page that was found is still to be read for this chunk."""
-        return not self._closed and key in self._stored and key not in self._asked
+        return not self._over and key in self._stored and key not in self._asked
+
+    def take(self, keys: Iterable[str]) -> None:
+        """Note that pages are about to be read for this chunk."""
+        self._asked.update(keys)
 
     def level_of(self, key: str, share_of: Callable[[str], float]) -> str | None:
         """Return at which level to read a page; None to leave it."""
         stored = self._stored.get(key, ())
-        self._asked.add(key)
         if not stored:
             return None
         if not self._begun:
@@ -203,15 +218,16 @@ class ChunkStream:
             self._came[level] = self._came.get(level, 0) + 1
             self._settle(max(0, self._pending - 1))
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Note that no more of it is read."""
         with self._lock:
-            self._closed = True
             self._settle(0)
+            self._over = True
 
     def _settle(self, pending: int) -> None:
-        self._request.add((pending - self._pending) * self._page_bytes)
-        self._pending = pending
+        if not self._over:
+            self._request.add((pending - self._pending) * self._page_bytes)
+            self._pending = pending
 
     @property
     def level(self) -> str | None:
