@@ -356,7 +356,7 @@ class StorageTier:
         if stream is None or self._levels is None:
             return self._ask(arrival, path, key.salt, key.extra_key, part_of) is not None
         into = key.rounded
-        coded = Coded(stream, key.salt)
+        coded = Coded(stream, key.salt, is_prefix=part_of is None)
         asked = self._ask(arrival, path, into.salt, into.extra_key, part_of, coded)
         planned = key.length or key.prefix_length
         num_tokens = 0 if asked is None else asked.num_tokens

@@ -9,7 +9,7 @@ from codec_cases import profile_of
 from engines import StartEngine
 from harness import Driver
 from stored_chunks import CHUNKS, SYSTEM, ask, flush
-from stored_files import settings
+from stored_files import PAGE, settings
 
 from sgl_blend.engine.models import decoder_layers
 from sgl_blend.engine.rotary import read_rotary_embedding
@@ -65,3 +65,9 @@ def coded(profile: Path, levels: str, **more: Any) -> dict[str, Any]:
 def rounded_kv(driver: Driver, salt: str) -> list[Any]:
     """Return KV of a chunk as it came from storage."""
     return driver.kv(SYSTEM + CHUNKS[1], rounded_salt_of(driver.chunk_salt(salt)))
+
+
+def of_chunk(kv: list[Any]) -> list[Any]:
+    """Leave out the pages of the build prefix, which come at the coarsest level: nobody reads them."""
+    start = len(SYSTEM) // PAGE * PAGE
+    return [tuple(part[start:] for part in layer) for layer in kv]

@@ -45,10 +45,12 @@ class Coded:
     Attributes:
         stream: Of the request that it is read for.
         salt: The namespace that its objects are named by.
+        is_prefix: Whether it is the build prefix. Nobody reads its KV there: it comes at the coarsest.
     """
 
     stream: RequestStream
     salt: str
+    is_prefix: bool
 
 
 def has_storage(tree: Tree) -> bool:
@@ -116,7 +118,9 @@ def start_prefetch(
             token_ids, salt=coded.salt, extra_key=extra_key, limit=matched + num_tokens
         )
         names = dict(zip(own, _page_hashes(tree, whole)[-len(own) :], strict=True))
-        chunk = ChunkStream(coded.stream, len(own), storage.page_bytes, names)
+        chunk = ChunkStream(
+            coded.stream, len(own), storage.page_bytes, names, coarsest=coded.is_prefix
+        )
         order = ReadOrder(order or (), chunk)
     tree.prefetch_from_storage(
         handle,

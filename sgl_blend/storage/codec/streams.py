@@ -153,6 +153,7 @@ class ChunkStream:
         page_bytes: KV of each.
         names: SGLang's hash of each page in the namespace that it comes into, and the one by which its
             objects are named.
+        coarsest: Whether it comes at the coarsest level, however much time there is.
     """
 
     def __init__(
@@ -161,8 +162,11 @@ class ChunkStream:
         num_pages: int,
         page_bytes: int,
         names: Mapping[str, str],
+        *,
+        coarsest: bool = False,
     ) -> None:
         self._request = request
+        self._coarsest = coarsest
         self._pending = num_pages
         self._page_bytes = page_bytes
         self._names = names
@@ -206,7 +210,10 @@ class ChunkStream:
             self._level = self._request.choose(len(self._stored) * self._page_bytes, shares)
         if self._level is None:
             return None
-        # A page that was not written at this level, on a full disk, comes at a coarser one.
+        # A page that was not written at this level, on a full disk, comes at a coarser one. KV that
+        # nobody reads is only in the way of what comes after it.
+        if self._coarsest:
+            return stored[-1]
         return self._level if self._level in stored else stored[-1]
 
     def _is_everywhere(self, level: str) -> bool:
