@@ -5,14 +5,25 @@ from hypothesis import strategies as st
 from sgl_blend.errors import RequestError
 from sgl_blend.policies import POLICIES
 from sgl_blend.protocol.request import RESERVED_SALT, check_salt
-from sgl_blend.radix_ext.namespaces import architecture, blend_salt, chunk_salt, fingerprint
+from sgl_blend.radix_ext.namespaces import (
+    ModelFingerprint,
+    architecture,
+    blend_salt,
+    chunk_salt,
+    fingerprint,
+    may_leave_server,
+    probe_salt_of,
+    rounded_salt_of,
+)
 
 # Salts made of the very words and marks that namespaces are made of.
 salts = st.one_of(
     st.none(),
     st.text(max_size=8),
     st.lists(
-        st.sampled_from(["sgl-blend:", "c:", "b:", ":", "hkvd", "0.15", "1", "0123456789abcdef"]),
+        st.sampled_from(
+            ["sgl-blend:", "c:", "b:", "q:", "p:", ":", "hkvd", "0.15", "1", "0123456789abcdef"]
+        ),
         max_size=6,
     ).map("".join),
 )
@@ -46,6 +57,19 @@ def test_chunks_of_different_models_or_tenants_never_meet(
 ) -> None:
     same = (a[0], tenant(a[1])) == (b[0], tenant(b[1]))
     assert (chunk_salt(a[0], a[1]) == chunk_salt(b[0], b[1])) is same  # type: ignore[arg-type]
+
+
+@given(model=models, salt=salts)
+def test_rounded_chunks_and_probes_are_apart_and_stay_on_the_server(
+    model: ModelFingerprint, salt: str | None
+) -> None:
+    chunks = chunk_salt(model, salt)
+    rounded, probes = rounded_salt_of(chunks), probe_salt_of(chunks)
+    assert len({chunks, rounded, probes}) == 3
+    assert probe_salt_of(rounded) == probes
+    assert may_leave_server(chunks, model)
+    assert not may_leave_server(rounded, model)
+    assert not may_leave_server(probes, model)
 
 
 @given(a=st.tuples(models, salts, ways), b=st.tuples(models, salts, ways))
