@@ -13,25 +13,22 @@ What comes too late stays in host memory for the next request.
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
 from typing import Any
 
 from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
 from sgl_blend.engine.prefetch import (
     Coded,
     Prefetch,
-    drop_prefetch,
     expect_chunk_pages,
     finish_writes,
     has_storage,
-    is_on_its_way,
     namespace_of_node,
     reads_coded,
     start_prefetch,
-    take_loaded,
     writes_in_flight,
 )
 from sgl_blend.engine.requests import prompt_ids, rid_of
@@ -42,48 +39,21 @@ from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
+from sgl_blend.scheduler.arrivals import Arrival
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.request_state import RequestState
-from sgl_blend.storage.codec.streams import RequestStream
 from sgl_blend.tuning.loading import Chunk, Place
+
+logger = logging.getLogger(__name__)
 
 _MOST_WAIT_S = 2.0
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
-
-
-@dataclass(slots=True, eq=False)
-class _Arrival:
-    """A request whose KV was asked for.
-
-    Attributes:
-        req: The request.
-        state: Its state.
-        patience_s: How long it waits.
-        since_s: When it was first seen in a round; None before.
-        coming: What is on its way, each with the chunk that it is a part of, if it is.
-        next_keys: Chunks to ask for once their build prefix is there.
-        is_awaited: Whether the request still waits for it.
-        in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
-        stream: Chooses the level of each chunk; None if nothing is lost.
-        prefilled: Tokens of the prompt for which that is done.
-    """
-
-    req: Req
-    state: RequestState
-    patience_s: float
-    in_pieces: bool
-    stream: RequestStream | None = None
-    prefilled: int = 0
-    since_s: float | None = None
-    coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
-    next_keys: tuple[ChunkKey, ...] = ()
-    is_awaited: bool = True
 
 
 class StorageTier:
@@ -126,7 +96,7 @@ class StorageTier:
         self._tree = tree
         self._tp_group = tp_group
         self._lookups = lookups
-        self._arrivals: dict[str, _Arrival] = {}
+        self._arrivals: dict[str, Arrival] = {}
         self._serial = 0
         self._is_named = False
         self._old_writes: frozenset[int] = frozenset()
@@ -154,7 +124,7 @@ class StorageTier:
             stream = self._levels.stream(state, keys)
         if stream is not None:  # a finer level may take as long as there is time
             patience_s = max(patience_s, stream.remaining_s)
-        arrival = _Arrival(req, state, patience_s, in_pieces, stream)
+        arrival = Arrival(req, state, patience_s, in_pieces, stream)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         if keys and self._ask_for_key(arrival, first.prefix_only, None):
@@ -174,12 +144,12 @@ class StorageTier:
         if not self._arrivals:
             return
         now_s = self._tp_group.now()
+        self._look()
         for rid, arrival in list(self._arrivals.items()):
             if arrival.since_s is None:
                 arrival.since_s = now_s
-            self._look(arrival)
             if arrival.is_awaited and not is_queued(self._scheduler, arrival.req):
-                self._abandon(arrival)  # it was aborted
+                arrival.give_up(self._tree)  # it was aborted
             waited_s = now_s - arrival.since_s
             if arrival.is_awaited and (not arrival.coming or waited_s > arrival.patience_s):
                 arrival.is_awaited = False
@@ -206,7 +176,7 @@ class StorageTier:
     def drop_all(self) -> None:
         """Give up whatever is on its way: an order is about to be carried out."""
         for arrival in self._arrivals.values():
-            self._abandon(arrival)
+            arrival.give_up(self._tree)
         self._arrivals.clear()
 
     def weights_changed(self) -> None:
@@ -231,6 +201,11 @@ class StorageTier:
             levels = None if self._levels is None else self._levels.levels
             name_stored_weights(self._tree, weights, identity, levels)
             self._is_named = True
+            if levels is not None and storage_of(self._tree) and not reads_coded(self._tree):
+                logger.warning(
+                    "sgl-blend: the profile was not measured on the weights that are loaded now: "
+                    "chunks are stored losslessly"
+                )
 
     def describe(self) -> dict[str, Any] | None:
         """Return totals of storage for /server_info, and the speeds; None without a host tier."""
@@ -318,18 +293,25 @@ class StorageTier:
         storage = storage_of(self._tree)
         return 1.0 if storage is None else storage.least_share
 
-    def _look(self, arrival: _Arrival) -> None:
-        over = [one for one in arrival.coming if not is_on_its_way(self._tree, one)]
-        for prefetch in over:
-            key = arrival.coming.pop(prefetch)
-            arrival.state.storage_tokens += take_loaded(self._tree, prefetch)
-            if key is not None and (level := _level_of(prefetch)) is not None:
-                arrival.state.levels[key] = level
-        if over and not arrival.coming and arrival.next_keys:
-            keys, arrival.next_keys = arrival.next_keys, ()
-            self._ask_for_chunks(arrival, keys)
+    def _look(self) -> None:
+        """See what is over, ask for what comes after it, and wait for nothing that another brought."""
+        came: set[ChunkKey] = set()
+        for arrival in self._arrivals.values():
+            before = len(arrival.coming)
+            came |= arrival.take_over(self._tree)
+            if before and not arrival.coming and arrival.next_keys:
+                keys, arrival.next_keys = arrival.next_keys, ()
+                self._ask_for_chunks(arrival, keys)
+        if came:
+            self._give_up_doubles(came)
 
-    def _want_piece(self, arrival: _Arrival) -> None:
+    def _give_up_doubles(self, came: Set[ChunkKey]) -> None:
+        """Read no chunk to its end that came for another request: the tree would drop it."""
+        there = frozenset(filter(self._is_in_a_tier, came))
+        for arrival in self._arrivals.values():
+            arrival.give_up(self._tree, there)
+
+    def _want_piece(self, arrival: Arrival) -> None:
         """Have prefilled what stands before the first chunk that is still on its way."""
         coming = set(arrival.coming.values())
         if None in coming:
@@ -342,11 +324,11 @@ class StorageTier:
         if border > arrival.prefilled and self._pieces.want(arrival.req, state, border):
             arrival.prefilled = border
 
-    def _ask_for_chunks(self, arrival: _Arrival, keys: Iterable[ChunkKey]) -> None:
+    def _ask_for_chunks(self, arrival: Arrival, keys: Iterable[ChunkKey]) -> None:
         for key in dict.fromkeys(keys):
             self._ask_for_key(arrival, key, key)
 
-    def _ask_for_key(self, arrival: _Arrival, key: ChunkKey, part_of: ChunkKey | None) -> bool:
+    def _ask_for_key(self, arrival: Arrival, key: ChunkKey, part_of: ChunkKey | None) -> bool:
         """Ask for a chunk, or for the build prefix of all; return whether something may come.
 
         What may be rounded comes into a namespace where nothing counts as exact. Its objects are named
@@ -365,7 +347,7 @@ class StorageTier:
 
     def _ask(
         self,
-        arrival: _Arrival,
+        arrival: Arrival,
         path: array[int],
         salt: str | None,
         extra_key: str | None,
@@ -386,14 +368,3 @@ class StorageTier:
         if prefetch is not None:
             arrival.coming[prefetch] = key
         return prefetch
-
-    def _abandon(self, arrival: _Arrival) -> None:
-        for prefetch in arrival.coming:
-            drop_prefetch(self._tree, prefetch)
-        arrival.coming.clear()
-        arrival.next_keys = ()
-
-
-def _level_of(prefetch: Prefetch) -> str | None:
-    """Return the level at which a chunk came; None if nothing came."""
-    return None if prefetch.chunk is None else prefetch.chunk.level

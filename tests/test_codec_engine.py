@@ -26,6 +26,8 @@ from stored_chunks import (
 )
 from stored_files import NEEDS_NAMESPACES, slow_reads, store
 
+from sgl_blend.scheduler.level_choice import LevelChoice
+from sgl_blend.scheduler.storage_tier import StorageTier
 from sgl_blend.storage.codec.levels import CodecProfile, write_profile
 
 __all__ = ["model_folder", "profile", "start_engine", "store"]  # fixtures
@@ -114,33 +116,72 @@ def test_a_deadline_lets_a_request_wait_for_a_slow_store(
         assert (back.report["chunk_hits"] == 3) == waits, slo_ms
 
 
-def _two_at_once(driver: Driver, salt: str) -> tuple[Answer, Answer]:
-    """Have one chunk asked for by a request without time, for which text is faster, and by another."""
+def _two_at_once(driver: Driver, salt: str, first: float | None) -> tuple[Answer, int]:
+    """Have chunks asked for by a request with a deadline, or none, and by one that has all the time."""
     flush(driver)
     ask(driver, salt, (0, 1, 2))
     flush(driver)
     ask(driver, salt)  # so that the store is known to be fast
     flush(driver)
-    prompts = [_with(prompt_of(salt, order), sgl_blend_slo_ms=slo_ms) for order, slo_ms in AT_ONCE]
-    with patch("sgl_blend.scheduler.level_choice.LevelChoice._text_s", lambda *args: 0.0):
-        hurried, patient = driver.ask(*prompts)
+    prompts = [
+        _with(prompt_of(salt, order), sgl_blend_slo_ms=slo_ms)
+        for order, slo_ms in (((0, 1, 2), first), ((2, 1, 0), 1e6))
+    ]
+    text_is_fast = patch.object(LevelChoice, "_text_s", lambda *args: 0.0)
+    with text_is_fast, patch.object(StorageTier, "_give_up_doubles"):
+        other, _ = driver.ask(*prompts)
         driver.settle()
-    return hurried, patient
+    return other, _storage(driver)["levels"].get("q8", 0)
 
 
-AT_ONCE = (((0, 1, 2), 1e-3), ((2, 1, 0), 1e6))
-
-
-def test_a_request_without_time_does_not_decide_for_another(
-    start_engine: StartEngine, profile: Path
+@pytest.mark.parametrize(("slo_ms", "levels"), [(1e-3, []), (None, ["q4-2.0"] * 3)])
+def test_a_request_does_not_decide_for_another(
+    start_engine: StartEngine, profile: Path, slo_ms: float | None, levels: list[str]
 ) -> None:
-    hurried, patient = start_engine(**coded(profile, "q8,q4-2.0")).call(_two_at_once, "at once")
-    assert hurried.report["chunk_levels"] == []
-    assert patient.report["chunk_levels"] == ["q8"] * 3
+    # An engine of its own: nobody else has read a fine page.
+    engine = start_engine(**coded(profile, "q8,q4-2.0", max_total_tokens=1040 if levels else 1056))
+    other, fine_pages = engine.call(_two_at_once, f"at once {slo_ms}", slo_ms)
+    assert other.report["chunk_levels"] == levels
+    # What is read twice is dropped by the tree, so the other report may name no level.
+    assert fine_pages > 0
+
+
+def _after_another(driver: Driver, salt: str) -> tuple[Answer, Answer, int]:
+    """Ask for chunks that are on their way for a request without a deadline."""
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    flush(driver)
+    with slow_reads(0.1):
+        first = driver.submit(prompt_of(salt, (0, 1, 2)))
+        driver.run_until(lambda: _reads(driver) > 3, limit=10**7)
+        second = driver.submit(_with(prompt_of(salt, (2, 1, 0)), sgl_blend_slo_ms=60_000))
+        driver.run_until(lambda: first.finished() and second.finished(), limit=10**7)
+        reads = _reads(driver)
+        driver.settle()
+    return driver.answer(first), driver.answer(second), reads
+
+
+def _reads(driver: Driver) -> int:
+    return int(_storage(driver)["hits"])
+
+
+def _storage(driver: Driver) -> dict[str, Any]:
+    totals: dict[str, Any] = driver.runtime.describe()["storage"]
+    return totals
+
+
+def test_nobody_waits_for_what_came_for_another(start_engine: StartEngine, profile: Path) -> None:
+    engine = start_engine(**coded(profile, "q8,q4-2.0"))
+    first, second, _ = engine.call(_after_another, "another")
+    assert first.report["chunk_levels"] == ["q4-2.0"] * 3
+    assert second.report["chunk_hits"] == 3
+    assert second.report["load_ms"] < first.report["load_ms"] + 500
+    # It names no level at which it read what the tree had already.
+    assert second.report["storage_tokens"] or second.report["chunk_levels"] == []
 
 
 def _without_time(driver: Driver, salt: str, text_s: float) -> Answer:
-    with patch("sgl_blend.scheduler.level_choice.LevelChoice._text_s", lambda *args: text_s):
+    with patch.object(LevelChoice, "_text_s", lambda *args: text_s):
         return _store_with_slo(driver, salt, 1e-3)[1]
 
 

@@ -14,6 +14,7 @@ from sparse_path import assert_same
 from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, chunk_kv, fill, flush, num_built, same
 from stored_files import NEEDS_NAMESPACES, store
 
+from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import rounded_salt_of
 
@@ -126,10 +127,13 @@ def _both(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[An
 
 def _build(driver: Driver, salt: str, index: int) -> None:
     """Have a chunk built that is there rounded alone."""
-    prefix, tokens = (array("q", part).tobytes() for part in (SYSTEM, CHUNKS[index]))
-    key = ChunkKey(driver.chunk_salt(salt), None, prefix, tokens)
-    driver.runtime.builder.enqueue([key])
+    driver.runtime.builder.enqueue([_key(driver, salt, index)])
     driver.settle()
+
+
+def _key(driver: Driver, salt: str, index: int) -> ChunkKey:
+    prefix, tokens = (array("q", part).tobytes() for part in (SYSTEM, CHUNKS[index]))
+    return ChunkKey(driver.chunk_salt(salt), None, prefix, tokens)
 
 
 def test_what_was_built_comes_before_what_was_rounded(
@@ -142,31 +146,34 @@ def test_what_was_built_comes_before_what_was_rounded(
     assert again.logprobs == warm.logprobs
 
 
-def _remembered(driver: Driver, salt: str) -> tuple[list[str], list[str]]:
-    """Return the namespaces of what is remembered while a chunk is rounded, and after its build."""
+def _remembered(driver: Driver, salt: str) -> tuple[int | None, bool, int | None]:
+    """Return where the memory of a rounded chunk is, and after its build where the other one is."""
     fill(driver, salt)
     ask(driver, salt)
-    entries = driver.runtime._memories._entries
-
-    def namespaces() -> list[str]:
-        driver.settle()
-        return sorted(
-            {key.salt for key in entries if key.tokens == array("q", CHUNKS[1]).tobytes()}
-        )
-
-    rounded = namespaces()
+    driver.settle()
+    memories, store = driver.runtime._memories, driver.runtime.admission._store
+    key, span = _key(driver, salt, 1), Span(0, len(CHUNKS[1]))
+    rounded = store.find(key, span)
+    assert rounded.is_rounded
+    before = memories.place_of(rounded)
+    waits = any(memories.wants(probe) is not None for probe in memories.keys_of([key]))
     _build(driver, salt, 1)
     ask(driver, salt, (1, 2, 0))
-    return rounded, namespaces()
+    driver.settle()
+    built = store.find(key, span)
+    assert not built.is_rounded
+    return before, waits, memories.place_of(built)
 
 
 def test_what_rounding_did_is_not_remembered_of_what_was_built(
     start_engine: StartEngine, profile: Path, store: Path
 ) -> None:
     engine = start_engine(**coded(profile, LEVEL, blend_policy="funnel", max_total_tokens=4096))
-    rounded, both = engine.call(_remembered, "memory")
-    assert [salt[: len("sgl-blend:q")] for salt in rounded] == ["sgl-blend:q"]
-    assert [salt[: len("sgl-blend:q")] for salt in both] == ["sgl-blend:c", "sgl-blend:q"]
+    before, waits, after = engine.call(_remembered, "memory")
+    assert before is not None
+    assert not waits, "a probe of what is built is compared with what is rounded"
+    assert after is not None
+    assert after != before
 
 
 def _after_new_weights(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:

@@ -1,0 +1,63 @@
+"""A request whose KV was asked for from storage, and what of it is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from sgl_blend.engine.objects import Req, Tree
+from sgl_blend.engine.prefetch import Prefetch, drop_prefetch, is_on_its_way, take_loaded
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.storage.codec.streams import RequestStream
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A request whose KV was asked for.
+
+    Attributes:
+        req: The request.
+        state: Its state.
+        patience_s: How long it waits.
+        since_s: When it was first seen in a round; None before.
+        coming: What is on its way, each with the chunk that it is a part of, if it is.
+        next_keys: Chunks to ask for once their build prefix is there.
+        is_awaited: Whether the request still waits for it.
+        in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
+        stream: Chooses the level of each chunk; None if nothing is lost.
+        prefilled: Tokens of the prompt for which that is done.
+    """
+
+    req: Req
+    state: RequestState
+    patience_s: float
+    in_pieces: bool
+    stream: RequestStream | None = None
+    prefilled: int = 0
+    since_s: float | None = None
+    coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
+    next_keys: tuple[ChunkKey, ...] = ()
+    is_awaited: bool = True
+
+    def take_over(self, tree: Tree) -> set[ChunkKey]:
+        """Take what is over off what is on its way; return the chunks of which something came."""
+        came: set[ChunkKey] = set()
+        for prefetch in [one for one in self.coming if not is_on_its_way(tree, one)]:
+            key, loaded = self.coming.pop(prefetch), take_loaded(tree, prefetch)
+            self.state.storage_tokens += loaded
+            if key is None or not loaded:
+                continue
+            came.add(key)
+            if prefetch.chunk is not None and (level := prefetch.chunk.level) is not None:
+                self.state.levels[key] = level
+        return came
+
+    def give_up(self, tree: Tree, keys: Set[ChunkKey] | None = None) -> None:
+        """Give up some chunks that are on their way, or everything."""
+        for prefetch, key in list(self.coming.items()):
+            if keys is None or key in keys:
+                drop_prefetch(tree, prefetch)
+                del self.coming[prefetch]
+        if keys is None:
+            self.next_keys = ()
