@@ -24,7 +24,7 @@ from stored_chunks import (
     prompt_of,
     same,
 )
-from stored_files import NEEDS_NAMESPACES, slow_reads, store
+from stored_files import NEEDS_NAMESPACES, PAGE, slow_reads, store
 
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.storage_tier import StorageTier
@@ -116,7 +116,7 @@ def test_a_deadline_lets_a_request_wait_for_a_slow_store(
         assert (back.report["chunk_hits"] == 3) == waits, slo_ms
 
 
-def _two_at_once(driver: Driver, salt: str, first: float | None) -> tuple[Answer, int]:
+def _two_at_once(driver: Driver, salt: str, first: float | None) -> tuple[Answer, Answer, int]:
     """Have chunks asked for by a request with a deadline, or none, and by one that has all the time."""
     flush(driver)
     ask(driver, salt, (0, 1, 2))
@@ -129,9 +129,9 @@ def _two_at_once(driver: Driver, salt: str, first: float | None) -> tuple[Answer
     ]
     text_is_fast = patch.object(LevelChoice, "_text_s", lambda *args: 0.0)
     with text_is_fast, patch.object(StorageTier, "_give_up_doubles"):
-        other, _ = driver.ask(*prompts)
+        other, patient = driver.ask(*prompts)
         driver.settle()
-    return other, _storage(driver)["levels"].get("q8", 0)
+    return other, patient, _storage(driver)["levels"].get("q8", 0)
 
 
 @pytest.mark.parametrize(("slo_ms", "levels"), [(1e-3, []), (None, ["q4-2.0"] * 3)])
@@ -140,10 +140,13 @@ def test_a_request_does_not_decide_for_another(
 ) -> None:
     # An engine of its own: nobody else has read a fine page.
     engine = start_engine(**coded(profile, "q8,q4-2.0", max_total_tokens=1040 if levels else 1056))
-    other, fine_pages = engine.call(_two_at_once, f"at once {slo_ms}", slo_ms)
+    other, patient, fine_pages = engine.call(_two_at_once, f"at once {slo_ms}", slo_ms)
     assert other.report["chunk_levels"] == levels
-    # What is read twice is dropped by the tree, so the other report may name no level.
-    assert fine_pages > 0
+    shared = len(SYSTEM) // PAGE
+    assert fine_pages == sum((len(SYSTEM) + len(chunk)) // PAGE - shared for chunk in CHUNKS)
+    # What is read twice is dropped by the tree, and its level is not the chunk's.
+    came = patient.report["storage_tokens"] > 0
+    assert patient.report["chunk_levels"] == (["q8"] * 3 if came else [])
 
 
 def _after_another(driver: Driver, salt: str) -> tuple[Answer, Answer, int]:
