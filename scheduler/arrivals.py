@@ -40,15 +40,15 @@ class Arrival:
     next_keys: tuple[ChunkKey, ...] = ()
     is_awaited: bool = True
 
-    def take_over(self, tree: Tree) -> set[ChunkKey]:
+    def take_over(self, tree: Tree) -> list[ChunkKey]:
         """Take what is over off what is on its way; return the chunks of which something came."""
-        came: set[ChunkKey] = set()
+        came: list[ChunkKey] = []
         for prefetch in [one for one in self.coming if not is_on_its_way(tree, one)]:
             key, loaded = self.coming.pop(prefetch), take_loaded(tree, prefetch)
             self.state.storage_tokens += loaded
             if key is None or not loaded:
                 continue
-            came.add(key)
+            came.append(key)
             if prefetch.chunk is not None and (level := prefetch.chunk.level) is not None:
                 self.state.levels[key] = level
         return came

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from typing import Any
 
 from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
@@ -295,19 +295,20 @@ class StorageTier:
 
     def _look(self) -> None:
         """See what is over, ask for what comes after it, and wait for nothing that another brought."""
-        came: set[ChunkKey] = set()
+        came: list[ChunkKey] = []
         for arrival in self._arrivals.values():
             before = len(arrival.coming)
-            came |= arrival.take_over(self._tree)
+            came += arrival.take_over(self._tree)
             if before and not arrival.coming and arrival.next_keys:
                 keys, arrival.next_keys = arrival.next_keys, ()
                 self._ask_for_chunks(arrival, keys)
         if came:
             self._give_up_doubles(came)
 
-    def _give_up_doubles(self, came: Set[ChunkKey]) -> None:
+    def _give_up_doubles(self, came: Iterable[ChunkKey]) -> None:
         """Read no chunk to its end that came for another request: the tree would drop it."""
-        there = frozenset(filter(self._is_in_a_tier, came))
+        # To ask the tree is a use, and all ranks have to use chunks in one order.
+        there = frozenset(filter(self._is_in_a_tier, dict.fromkeys(came)))
         for arrival in self._arrivals.values():
             arrival.give_up(self._tree, there)
 
