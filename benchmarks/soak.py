@@ -47,7 +47,7 @@ import httpx
 from benchmarks.soak_operators import Gate, Operator
 from benchmarks.soak_storage import STORAGE_FLAGS, STORAGE_VARIABLE, damaged_store
 from benchmarks.soak_traffic import KINDS, Tally, Traffic
-from sgl_blend.commands.common.records import origin_of_script
+from sgl_blend.commands.common.records import origin_of_script, without_folders
 from sgl_blend.commands.common.server import Server, running
 
 ROOT = Path(__file__).parents[1]
@@ -222,7 +222,7 @@ def main() -> int:
             print("\n".join(tally.violations[:20]))
             print(f"the server is gone after {time.monotonic() - start:.0f} s: {err!r}")
             return 1
-        command = blend.command
+        command = " ".join(map(without_folders, blend.command.split()))
     args.json.write_text(
         json.dumps({**origin_of_script(), "server": command, **found}, indent=2) + "\n"
     )

@@ -265,6 +265,22 @@ def _with_interval(ratio: dict[str, float]) -> str:
     return f"{ratio['value']:.2f} {interval(ratio['low'], ratio['high'], 2)}"
 
 
+def codec() -> str:
+    """Return what coding takes in the shape of an 8B model."""
+    found = load("codec.json")
+    rows = []
+    for level, row in found["shape"].items():
+        speeds = row["mb_per_s"]
+        told = [f"{speeds[w]:,.0f}" if w in speeds else "" for w in CODEC_SPEEDS]
+        rows.append(
+            (f"`{level}`", f"{row['bits']:.2f}", f"{row['bits'] / row['ideal_bits']:.2f}", *told)
+        )
+    header = ("level", "bits a value", "of ideal arithmetic coding", *CODEC_SPEEDS)
+    return circumstances(found, "benchmarks/codec.py") + table(header, rows)
+
+
+CODEC_SPEEDS = ("encode", "decode", "decode, numba")
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cold": cold,
@@ -274,6 +290,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "closed-loop": closed_loop,
     "soak": soak,
     "novel": novel,
+    "codec": codec,
     "profile-demo-cpu": profile,
 }
 """By the name of the file, without its ending."""
