@@ -340,6 +340,39 @@ def test_builds_are_cut_where_their_own_lengths_say(start_engine: StartEngine) -
     assert max(len(forward.tokens) for forward in building) == served[1] <= 48
 
 
+def _serve_and_lose(driver: Driver, prompt: Prompt) -> tuple[list[Forward], int]:
+    """Evict all that can be, once, between the offer of a chunk's second step and its admission."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+    driver.settle()
+    driver.flush()
+    builder, tree = driver.runtime.builder, driver.scheduler.tree_cache
+    offer_next, lost = builder._offer_next, []
+
+    def offer_and_lose(*args: Any, **more: Any) -> Any:
+        is_free = offer_next(*args, **more)
+        offered = builder._offer is not None and builder._offer.build.sgl_blend_step
+        if offered and offered.done > len(SYSTEM) and not lost:
+            tree.evict(EvictParams(num_tokens=10**6))
+            lost.append(offered)
+        return is_free
+
+    with _watched_forwards(driver) as seen, patch.object(builder, "_offer_next", offer_and_lose):
+        driver.ask(prompt)
+        driver.settle()
+    assert lost, "no step stood on another one"
+    return seen, builder.step_tokens
+
+
+def test_a_step_that_lost_its_beginning_does_not_run(start_engine: StartEngine) -> None:
+    """Requests that SGLang sorts before a step may push out what it stands on."""
+    engine = start_engine(blend_policy="hkvd", chunked_prefill_size=-1)
+    chunk = random_tokens(70, 600)
+    forwards, step_tokens = engine.call(_serve_and_lose, rag_prompt(SYSTEM, [chunk], QUESTION))
+    ran = [forward.step for forward in forwards if forward.builds]
+    assert set(ran) == set(expected_steps(SYSTEM, chunk, step_tokens, 1))
+
+
 def _expected_of_traffic(engine: Engine, seed: int) -> None:
     drawn = random.Random(seed)
     systems = [SYSTEM, random_tokens(8, 25)]

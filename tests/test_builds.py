@@ -103,6 +103,8 @@ def test_a_key_keeps_its_place_until_it_is_removed() -> None:
     assert queue.since_s(key("a", 0), 5.0) == 1.0
     queue.remove(key("a", 0))
     assert queue.first() == key("a", 1)
+    # The next one has not waited yet, and lets first tokens out.
+    assert queue.since_s(key("a", 1), 7.0) == 7.0
 
 
 def test_what_was_missed_last_comes_first_also_if_it_waits_already() -> None:

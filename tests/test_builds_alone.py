@@ -31,6 +31,26 @@ def test_chunks_that_push_each_other_out_are_built_one_request_at_a_time(
     assert engine.call(_reasons, clients) == [None] * clients
 
 
+def _steps_beside_a_decode(driver: Driver) -> tuple[int, str | None]:
+    """Let a request decode whose KV leaves no room for all chunks of another; count build steps."""
+    driver.settle()
+    driver.flush()
+    before = driver.runtime.builder.num_steps
+    decoding = Prompt([random_tokens(970, 650)], max_new_tokens=30, logprobs=False)
+    first = driver.submit(decoding)
+    driver.run_until(lambda: len(first.output_ids) > 1)
+    chunks = [random_tokens(950 + i, 120) for i in range(4)]
+    params = {"sgl_blend_policy": "hkvd"}
+    answer = driver.ask(rag_prompt(SYSTEM, chunks, QUESTION, params=params))[0]
+    driver.settle()
+    return driver.runtime.builder.num_steps - before, answer.report["fallback"]
+
+
+def test_a_build_pushes_out_no_chunk_of_its_own_request(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_on_miss="build", max_total_tokens=1_120)
+    assert engine.call(_steps_beside_a_decode) == (5, None)
+
+
 def _layer_rows(driver: Driver, policy: str) -> tuple[str | None, int]:
     """Return the reason against blending, and layer rows, if one chunk stays and one moves."""
     segments = [SYSTEM, random_tokens(979, 33), random_tokens(980, 120), QUESTION]

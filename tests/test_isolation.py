@@ -5,12 +5,14 @@ import random
 from array import array
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
 
 from sgl_blend.engine.tree import match_prefix
+from sgl_blend.engine.versions import features
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -203,6 +205,46 @@ def _pending_of_the_quiet(driver: Driver) -> int:
 def test_tenants_take_turns_in_building(start_engine: StartEngine) -> None:
     built = start_engine(max_total_tokens=6000).call(_pending_of_the_quiet)
     assert built <= 4, f"{built} chunks of the flood were built before the quiet tenant's one"
+
+
+def _earned(driver: Driver) -> list[int]:
+    """Return the tokens of each chunk that are put down to its tenant, for two requests in turn."""
+    driver.settle()
+    driver.flush()
+    with patch.object(driver.runtime._shares, "hit", autospec=True) as hit:
+        for numbers in ((0, 1), (1, 0)):
+            driver.ask(ask_for(numbers, "tenant", params={"sgl_blend_ratio": 0.4}))
+            driver.settle()
+    return [call.args[-1] for call in hit.call_args_list]
+
+
+def test_chunks_that_were_built_for_a_request_earn_no_share(start_engine: StartEngine) -> None:
+    earned = start_engine(max_total_tokens=6000, blend_on_miss="build").call(_earned)
+    assert earned == [0, 0, len(CHUNKS[1]), len(CHUNKS[0])]
+
+
+# --- request classes ---
+
+
+def _hits_by_class(driver: Driver) -> list[int]:
+    """Ask in two request classes of one tenant; a class may stand for another adapter."""
+    driver.settle()
+    driver.flush()
+    hits = []
+    for extra_key, numbers in (("a", (0, 1)), ("a", (1, 0)), ("b", (1, 0))):
+        received = driver.receive(ask_for(numbers, "tenant"))
+        received.extra_key = extra_key
+        req = driver.hand_over(received)
+        driver.run_until(req.finished)
+        driver.settle()
+        hits.append(driver.answer(req).report["chunk_hits"])
+    return hits
+
+
+def test_request_classes_share_no_chunks(start_engine: StartEngine) -> None:
+    if not features().keys_have_salt:
+        pytest.skip("SGLang 0.5.17 has one name for tenant and class")
+    assert start_engine(max_total_tokens=6000).call(_hits_by_class) == [0, 2, 0]
 
 
 # --- what is written down ---

@@ -2,6 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.errors import RequestError
 from sgl_blend.policies import POLICIES
 from sgl_blend.protocol.request import RESERVED_SALT, check_salt
@@ -15,6 +16,8 @@ from sgl_blend.radix_ext.namespaces import (
     probe_salt_of,
     rounded_salt_of,
 )
+from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.settings.config import BlendConfig
 
 # Salts made of the very words and marks that namespaces are made of.
 salts = st.one_of(
@@ -164,3 +167,16 @@ def test_an_architecture_is_the_same_wherever_the_model_lies() -> None:
     same = {"_name_or_path": "b", "num_hidden_layers": 2, "dtype": "bfloat16"}
     assert architecture(config) == architecture(same)
     assert architecture(config) != architecture({**config, "num_hidden_layers": 3})
+
+
+def test_changed_weights_that_look_alike_share_nothing() -> None:
+    """A digest sees samples; neither namespaces nor names in storage may go by it alone."""
+    config = BlendConfig(enable_blend=True)
+    model = LoadedModel("m", lambda: "0" * 32, config, TPGroup(), quality="")
+    seen = [(model.weights, model.fingerprint)]
+    for _ in range(2):
+        model.renew()
+        assert model.settle()
+        seen.append((model.weights, model.fingerprint))
+    weights, fingerprints = map(set, zip(*seen, strict=True))
+    assert len(weights) == len(fingerprints) == 3

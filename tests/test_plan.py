@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -173,10 +173,16 @@ def test_a_step_without_reuse_is_a_plain_prefill(case: Case) -> None:
 
 
 @given(
-    span=st.builds(span_at, st.integers(0, 50), st.integers(1, 40), st.integers(0, 90)),
+    span=st.builds(
+        span_at,
+        st.integers(0, 50),
+        st.integers(1, 40),
+        st.integers(0, 90),
+        remembered=st.booleans(),
+    ),
     bounds=st.tuples(st.integers(-5, 120), st.integers(-5, 120)),
 )
-def test_clipping_keeps_positions_slots_and_sources_together(
+def test_clipping_keeps_positions_slots_sources_and_memories_together(
     span: ReusedSpan, bounds: tuple[int, int]
 ) -> None:
     inside = [p for p in range(span.start, span.stop) if bounds[0] <= p < bounds[1]]
@@ -189,6 +195,7 @@ def test_clipping_keeps_positions_slots_and_sources_together(
         assert list(range(clipped.start, clipped.stop)) == inside
         assert len(clipped) == len(clipped.slots) == len(inside)
         assert clipped.source_start - span.source_start == clipped.start - span.start
+        assert clipped.place == (clipped.start if span.remembered else None)
         assert clipped.slots.tolist() == [
             7 * (p - span.start + span.source_start) + 3 for p in inside
         ]
@@ -242,3 +249,11 @@ def test_no_layer_computes_more_rows_than_enter_the_first(case: Case) -> None:
             others = step.stop - step.exact_stop - step.num_candidates
             assert step.num_entering == others + step.num_early
             assert max(step.schedule(layers)) <= step.num_early
+
+
+@given(cases(), st.sampled_from([name for name in POLICIES if POLICIES[name].prefills_first]))
+def test_who_prefills_in_full_first_computes_every_row(case: Case, policy: str) -> None:
+    plan = replace(case.plan, policy=policy)
+    for start, stop in case.steps:
+        if (step := plan.step(start, stop)) is not None:
+            assert step.num_entering == step.stop - step.exact_stop

@@ -138,11 +138,12 @@ def test_policies_that_drop_rows_in_different_layers_share_a_batch(
     engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=1)
     reference = Reference(make_model("llama", model_folder))
     policies = ["query-aware", "first-k", "gradual", "hkvd-k", "edge", "query-aware", "hybrid"]
+    questions = [random_tokens(200 + number, 15 + 3 * number) for number in range(len(policies))]
     prompts = [
         rag_prompt(
             SYSTEM,
             CHUNKS,
-            QUESTION,
+            questions[number],
             params={"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3 + 0.01 * number},
         )
         for number, policy in enumerate(policies)
@@ -152,6 +153,6 @@ def test_policies_that_drop_rows_in_different_layers_share_a_batch(
 
     assert num_batches == 1
     for number, (policy, answer) in enumerate(zip(policies, answers, strict=True)):
-        want = reference.blend(policy, 0.3 + 0.01 * number, 1)
+        want = reference.blend(policy, 0.3 + 0.01 * number, 1, questions[number])
         got = torch.tensor(answer.logprobs[0], dtype=torch.float64)
         assert float((got - want).abs().max()) <= TOLERANCE, f"{number}: {policy}"
