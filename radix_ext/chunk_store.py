@@ -1,7 +1,8 @@
 """Chunks in SGLang's own radix tree: [build prefix][chunk] paths in a namespace of their own.
 
-The store keeps nothing itself. A chunk is found by matching its path, kept by locking its node, and
-lost by eviction, like any prefix; the tree's accounting holds for it unchanged.
+The store keeps no KV itself. A chunk is found by matching its path, kept by locking its node, and
+lost by eviction, like any prefix; the tree's accounting holds for it unchanged. The store remembers
+where chunks were found, and asks the tree whether they still are there.
 
     chunk namespace        exact namespace       blended namespace
       [system prompt]        [system prompt]       [system prompt][chunk b][chunk a][question]
@@ -242,8 +243,13 @@ class ChunkStore:
         return self._removals, stored_tokens(self._tree)
 
     def note_removal(self) -> None:
-        """Note that the tree is about to evict, or to forget everything."""
+        """Note that the tree is about to evict, or to forget everything; stamps are right by that."""
         self._removals += 1
+
+    def forget_places(self) -> None:
+        """Forget where chunks were found: the tree is empty, or nobody asks for them again."""
+        if self._places is not None:
+            self._places.clear()
 
     def find_prefix(
         self,

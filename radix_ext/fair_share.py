@@ -122,7 +122,7 @@ class FairShare:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that metadata is held of; their tokens together never exceed the pool."""
+        """Chunks that metadata is held of. A share that has shrunk is cut down when it is used next."""
         return sum(len(tenant.chunks) for tenant in self._tenants())
 
     @property

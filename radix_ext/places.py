@@ -43,11 +43,15 @@ class Places:
     def add(self, group: Group, chunks: Sequence[bytes], matches: Sequence[TreeMatch]) -> None:
         """Remember where complete chunks are; of none of the matches anybody has read the slots."""
         if self._num_tokens > self._most:
-            self._groups.clear()
-            self._num_tokens = 0
+            self.clear()
         self._num_tokens += sum(map(len, chunks)) // _TOKEN_BYTES
         own = map(_copy, matches) if self._copies else matches
         self._groups.setdefault(group, {}).update(zip(chunks, own, strict=True))  # type: ignore[arg-type]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._groups.clear()
+        self._num_tokens = 0
 
 
 def _copy(match: TreeMatch | None) -> TreeMatch | None:

@@ -6,6 +6,7 @@ build prefix that was missed first is built first: it may be the beginning of an
 would store it too, and then its KV would not come from a build of its own length.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class BuildQueue:
         self._max_keys = max_keys
         self._max_bytes = max_bytes
         self._lines: OrderedDict[str, _Line] = OrderedDict()
+        # Bytes, negative, and salt of each line. Old entries go when they are looked at.
+        self._by_size: list[tuple[int, str]] = []
         self._size = 0
         self._num_bytes = 0
         self.num_forgotten = 0
@@ -105,9 +108,9 @@ class BuildQueue:
             if waits:
                 continue
             self._count(line, 1, key)
+            self._note_size(key.salt, line)
             while self._size > 1 and self._is_over():
-                largest = max(self._lines.values(), key=lambda line: line.num_bytes)
-                self.forget(next(iter(largest.keys)))
+                self.forget(next(iter(self._largest().keys)))
 
     def first(self) -> ChunkKey | None:
         """Return the key whose turn it is, or None."""
@@ -156,7 +159,25 @@ class BuildQueue:
     def clear(self) -> None:
         """Drop all keys."""
         self._lines.clear()
+        self._by_size.clear()
         self._size = self._num_bytes = 0
+
+    def _largest(self) -> _Line:
+        """Return the line with the most bytes, without a look at all of them."""
+        while True:
+            known, salt = self._by_size[0]
+            line = self._lines.get(salt)
+            if line is not None and line.num_bytes == -known:
+                return line
+            heapq.heappop(self._by_size)  # it has lost keys since
+            if line is not None:
+                heapq.heappush(self._by_size, (-line.num_bytes, salt))
+
+    def _note_size(self, salt: str, line: _Line) -> None:
+        heapq.heappush(self._by_size, (-line.num_bytes, salt))
+        if len(self._by_size) > 4 * len(self._lines) + 64:
+            self._by_size = [(-line.num_bytes, salt) for salt, line in self._lines.items()]
+            heapq.heapify(self._by_size)
 
     def _is_over(self) -> bool:
         return self._size > self._max_keys or self._num_bytes > self._max_bytes

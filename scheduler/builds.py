@@ -7,10 +7,10 @@ where that KV stops.
     [build prefix][chunk .......................]
     ├ step ┤├step┤├─ step ─┤├─ step ─┤├─ step ─┤     each at most so many tokens
 
-Four rules make the KV the same bytes whatever else is served: builds share a batch with builds only;
-each step runs as a forward of its own; the cuts depend on the lengths of build prefix and chunk alone,
-and a step computes all of its tokens even if the tree holds some of them; a chunk is built on top of a
-build prefix that was built first.
+Four rules make the KV the same bytes whatever else is served: a build joins no batch of clients'
+prefills; each step runs as a forward of its own; the cuts depend on the lengths of build prefix and
+chunk alone, and a step computes all of its tokens even if the tree holds some of them; a chunk is built
+on top of a build prefix that was built first.
 
 Nothing of a build stays with SGLang between two steps. So every step asks for leave again, and what is
 in flight is over with its one forward.
@@ -69,6 +69,9 @@ _FOREGROUND_STEP_TOKENS = 2048
 """No request that arrives meanwhile waits for more than one such step; short ones cost more launches,
 which nobody notices in the background. A step of 512 tokens between the decode steps of a prompt of
 7,000 took up to 5.3 % of its time (benchmarks/closed_loop.py)."""
+
+_MOST_DROPPED = 32
+"""Chunks that need no build any more and leave the queue in one round; each costs a search."""
 
 _STEP = "sgl_blend_step"
 """Attribute of SGLang's Req: the step of a build that it computes."""
@@ -151,7 +154,7 @@ class ChunkBuilder:
 
     @property
     def num_pending(self) -> int:
-        """Chunks that are not built yet, in flight or not."""
+        """Chunks that wait to be built, also those of which a step is in flight."""
         return len(self._pending)
 
     @property
@@ -236,14 +239,16 @@ class ChunkBuilder:
 
     def _offer_next(self, now: Round, *, is_charged: bool) -> bool:
         """Put the next step into the waiting queue; return whether nothing is left to be built."""
-        while (key := self._pending.first()) is not None:
+        for _ in range(_MOST_DROPPED):
+            if (key := self._pending.first()) is None:
+                return True
             step = self._steps.next_step(key)
             if step is not None:
                 self._offer = _Offer(key, self._new_build(step), is_charged)
                 put_first(self._scheduler, self._offer.build)
                 return False
             self._pending.remove(key)  # stored meanwhile
-        return True
+        return False
 
     def withdraw(self, now: Round) -> bool:
         """Take back what offer() put into the waiting queue, unless it was admitted.
@@ -271,6 +276,8 @@ class ChunkBuilder:
 
     def is_in_flight(self, key: ChunkKey) -> bool:
         """Tell whether a step of the chunk or of its build prefix is running."""
+        if not self._in_flight:
+            return False
         return key in self._in_flight or key.prefix_only in self._in_flight
 
     def build_now(self, keys: list[ChunkKey], adder: PrefillAdder, add: AddReq) -> int:

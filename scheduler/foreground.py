@@ -50,10 +50,13 @@ class ForegroundBuilds:
         chunks = [
             hit.key
             for hit in lookup.hits
-            if hit.span.stop > exact and self._memories.place_of(hit) is None
+            if hit.span.stop > exact
+            and hit.complete
+            and not hit.is_rounded
+            and self._memories.place_of(hit) is None
         ]
         keys = self._memories.keys_of(dict.fromkeys(chunks))
-        return tuple(key for key in keys if self._memories.wants(key) is not None)
+        return tuple(key for key in keys if self._memories.lacks(key))
 
     def may_probe(self, state: RequestState) -> bool:
         """Tell whether a request goes by what is remembered of its chunks.

@@ -27,7 +27,12 @@ from sgl_blend.engine.objects import (
     Tree,
     TreeSettings,
 )
-from sgl_blend.engine.orders import is_order, may_end_weight_update, needs_idle
+from sgl_blend.engine.orders import (
+    is_order,
+    may_end_weight_update,
+    may_update_weights,
+    needs_idle,
+)
 from sgl_blend.engine.prefetch import with_own_limit
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of, rid_of_handle
 from sgl_blend.engine.rounds import (
@@ -245,15 +250,19 @@ def around_process_input_requests(
         return orig(scheduler, all_received, *args, **kwargs)
     runtime.rounds.let_prefill_follow()
     orders = [received for received in all_received or () if is_order(received)]
-    if orders or runtime.rounds.flush_waits():
-        runtime.step_aside(scheduler)
+    flush_waits = runtime.rounds.flush_waits()
+    wants_idle = flush_waits or any(map(needs_idle, orders))
+    if orders or flush_waits:
+        runtime.step_aside(scheduler, finish_writes=wants_idle)
     if any(map(needs_idle, orders)):
         runtime.storage.leave()
     if orders:
         runtime.rounds.order_came()
-    result = orig(scheduler, all_received, *args, **kwargs)
-    if any(may_end_weight_update(order) for order in orders):
-        runtime.weights_changed()
+    may_update = any(map(may_update_weights, orders))
+    with runtime.weight_orders.carried_out(may_update=may_update):
+        result = orig(scheduler, all_received, *args, **kwargs)
+        if any(map(may_end_weight_update, orders)):
+            runtime.weight_orders.note()
     return result
 
 
@@ -262,7 +271,7 @@ def around_flush_cache(orig: Stock, scheduler: Scheduler, *args: Any, **kwargs: 
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, *args, **kwargs)
-    runtime.step_aside(scheduler)
+    runtime.step_aside(scheduler, finish_writes=True)
     flushed = orig(scheduler, *args, **kwargs)
     if flushed:
         runtime.forget_pending()
@@ -273,7 +282,7 @@ def after_weight_update(result: None, updater: Updater, *args: Any, **kwargs: An
     """Use nothing of the old weights again."""
     runtime = _runtime_of(scheduler_of(updater))
     if runtime is not None:
-        runtime.weights_changed()
+        runtime.weight_orders.note()
 
 
 def after_get_internal_state(

@@ -39,6 +39,7 @@ class LoadedModel:
         weights: What this rank's weights are called in storage; None until they are digested.
         quality: By what their answers were judged.
         num_updates: How often the weights have changed since the start.
+        tp_group: As it was given.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class LoadedModel:
         self._digest = digest
         self._digested: str | None = None
         self._config = config
-        self._tp_group = tp_group
+        self.tp_group = tp_group
         self.weights: str | None = None
         self.fingerprint = ModelFingerprint("")
         self.settle()
@@ -66,7 +67,7 @@ class LoadedModel:
         if self.num_updates == 0 and self._config.blend_preset is not None:
             logger.warning("sgl-blend: the weights have changed, quality is %s", NOT_JUDGED)
         self.quality = NOT_JUDGED
-        (nonce,) = self._tp_group.agree([float(secrets.randbits(52))])
+        (nonce,) = self.tp_group.agree([float(secrets.randbits(52))])
         self.num_updates += 1
         self.fingerprint = fingerprint(f"{self.fingerprint} {int(nonce):013x}")
         self.weights = None
@@ -82,7 +83,7 @@ class LoadedModel:
         digest, before = self._digest(), self._digested
         agreed = [int(digest[begin : begin + 8], 16) for begin in range(0, len(digest), 8)]
         common = "".join(
-            f"{int(part):08x}" for part in self._tp_group.agree(list(map(float, agreed)))
+            f"{int(part):08x}" for part in self.tp_group.agree(list(map(float, agreed)))
         )
         if common == before:
             self.weights = f"{digest} {self.fingerprint}"

@@ -102,6 +102,7 @@ class Lookups:
         """Note that the tree is about to forget everything."""
         self._uses.clear()
         self._store.note_removal()
+        self._store.forget_places()
         self.holds_old_weights = False
 
     def weights_changed(self) -> None:
@@ -111,6 +112,7 @@ class Lookups:
         own and names none: until the tree is empty, nothing is copied from it.
         """
         self.holds_old_weights = not self._store.is_empty
+        self._store.forget_places()
 
     @property
     def exact_may_be_used(self) -> bool:

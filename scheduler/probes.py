@@ -126,10 +126,14 @@ class Memories:
             return None
         return entry.place
 
+    def lacks(self, key: ProbeKey) -> bool:
+        """Tell whether a probe has not run yet, whether its chunk is stored or not."""
+        entry = self._entries.get(key.chunk)
+        return entry is None or not entry.probes >> key.number & 1
+
     def wants(self, key: ProbeKey) -> ChunkHit | None:
         """Return the stored chunk of a probe that has not run yet, else None."""
-        entry = self._entries.get(key.chunk)
-        if entry is not None and entry.probes >> key.number & 1:
+        if not self.lacks(key):
             return None
         hit = self._store.find(key.chunk, Span(0, key.chunk.length))
         return hit if hit is not None and hit.complete and not hit.is_rounded else None

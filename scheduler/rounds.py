@@ -16,6 +16,7 @@ from typing import Protocol
 from sgl_blend.engine.objects import PrefillAdder, Req, ScheduleBatch, Scheduler, Verdict
 from sgl_blend.engine.orders import is_flush_waiting, takes_background_work
 from sgl_blend.engine.rounds import (
+    admits_nobody,
     expect_room,
     has_cut_request,
     holds_back_tokens,
@@ -132,7 +133,7 @@ class Rounds:
         self._had_steps = False
 
     def begin(self, running_batch: ScheduleBatch) -> None:
-        """Put a step into the waiting queue for one round, if one may run.
+        """Take steps that have ended out of the running batch, and offer the next one for this round.
 
         With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
         Requests of ours end with their prefill: they leave again, or each would cost a decode step.
@@ -169,7 +170,9 @@ class Rounds:
             now_s=now_s,
             is_waited_in=waited,
             is_decoded_in=decoded,
-            is_open=may_run and not (rests or is_running or has_cut_request(scheduler)),
+            is_open=may_run
+            and not (rests or is_running or has_cut_request(scheduler))
+            and not admits_nobody(running_batch),
             holds_first_tokens=holds_back_tokens(scheduler, is_internal),
             quiet_until_s=quiet_until_s,
         )

@@ -63,6 +63,7 @@ from sgl_blend.scheduler.probes import Memories, run_probe
 from sgl_blend.scheduler.request_state import RequestState, state_of
 from sgl_blend.scheduler.rounds import Rounds
 from sgl_blend.scheduler.storage_tier import StorageTier
+from sgl_blend.scheduler.weight_orders import WeightOrders
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,8 @@ logger = logging.getLogger(__name__)
 class BlendRuntime:
     """What one scheduler holds of sgl-blend; owned by the scheduler thread.
 
-    A request is read on arrival, planned at admission, fused in its prefill steps and released when
-    the result of the last step is in, or when SGLang gives up its memory, whichever comes first.
+    A request is read on arrival, planned at admission, fused in its prefill steps and released when the
+    result of the last step is in, or when SGLang gives up its memory.
 
     Attributes:
         intake: Reads requests.
@@ -82,6 +83,7 @@ class BlendRuntime:
         canary: Compares answers with full prefill; None unless asked for.
         storage: Asks storage for chunks.
         probation: What the tree evicts first.
+        weight_orders: Tells when weights have changed.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class BlendRuntime:
         self._tree = tree
         self._description = description
         self._planned: dict[str, tuple[Req, RequestState]] = {}
+        self.weight_orders = WeightOrders(model.tp_group, self.weights_changed)
 
     # --- admission ---
 
@@ -241,15 +244,11 @@ class BlendRuntime:
         if builds and len(rids) > 1:
             others = [i for i in range(len(rids)) if i not in builds]
             groups = [[i] for i in builds] + ([others] if others else [])
-            return join_outputs(
-                [
-                    (
-                        group,
-                        self._forward_group(orig, runner, take_requests(batch, group), args),
-                    )
-                    for group in groups
-                ]
-            )
+            outputs = [
+                (group, self._forward_group(orig, runner, take_requests(batch, group), args))
+                for group in groups
+            ]
+            return join_outputs(outputs)
         return self._forward_group(orig, runner, batch, args)
 
     def _forward_group(
@@ -339,19 +338,18 @@ class BlendRuntime:
         self.rounds.forget()
         self._shares.clear()
 
-    def step_aside(self, scheduler: Scheduler) -> None:
+    def step_aside(self, scheduler: Scheduler, *, finish_writes: bool) -> None:
         """Process what was launched last if no client waits for it, so that the scheduler is idle.
 
         Called between rounds, before an order is carried out. SGLang does the same at the end of its
-        next round and loses nothing if it finds it done. A request of ours ends with its one step. With
-        the overlap schedule a client's request that has just ended decodes once more, and an operator
-        who orders a flush right after its answer would meet that decode step. With a host tier SGLang
-        copies what builds have stored, and is not idle either until that is over.
+        next round and loses nothing if it finds it done. With the overlap schedule a client's request
+        that has just ended decodes once more. Copies to a host tier keep SGLang busy, too.
         """
         if any(map(is_internal, settle_last_batch(scheduler, _is_over))):
             self.rounds.interrupt()
         self.rounds.collect()  # also of a step whose result was looked at in the round before
-        finish_copies(self._tree)
+        if finish_writes:
+            finish_copies(self._tree)
 
     def weights_changed(self) -> None:
         """Never use KV of the old weights again, and compare no answer of theirs with a new one.

@@ -18,6 +18,7 @@ from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Engine, Prompt, rag_prompt, random_tokens
 from tiny_models import VOCAB_SIZE
 
+from sgl_blend.scheduler.build_steps import BuildStep
 from sgl_blend.scheduler.probes import PROBE_TOKENS, made_up_texts
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -347,7 +348,7 @@ def _serve_and_lose(driver: Driver, prompt: Prompt) -> tuple[list[Forward], int]
     driver.settle()
     driver.flush()
     builder, tree = driver.runtime.builder, driver.scheduler.tree_cache
-    offer_next, lost = builder._offer_next, []
+    offer_next, lost = builder._offer_next, list[BuildStep]()
 
     def offer_and_lose(*args: Any, **more: Any) -> Any:
         is_free = offer_next(*args, **more)
@@ -365,7 +366,6 @@ def _serve_and_lose(driver: Driver, prompt: Prompt) -> tuple[list[Forward], int]
 
 
 def test_a_step_that_lost_its_beginning_does_not_run(start_engine: StartEngine) -> None:
-    """Requests that SGLang sorts before a step may push out what it stands on."""
     engine = start_engine(blend_policy="hkvd", chunked_prefill_size=-1)
     chunk = random_tokens(70, 600)
     forwards, step_tokens = engine.call(_serve_and_lose, rag_prompt(SYSTEM, [chunk], QUESTION))

@@ -1,6 +1,8 @@
 """The order and the budget of background builds: no engine is needed for either."""
 
+import random
 from array import array
+from collections import OrderedDict
 
 import msgspec
 
@@ -147,6 +149,28 @@ def test_the_line_with_the_most_bytes_loses_its_oldest() -> None:
     assert queue.num_forgotten == 2
     assert key("quiet", 7) in queue
     assert [i for i in range(5) if key("flood", i) in queue] == [2, 3, 4]
+
+
+def test_the_line_with_the_most_bytes_is_found_as_by_looking_at_all_of_them() -> None:
+    drawn, bytes_each = random.Random(3), 8 * (10 + 2)
+    queue, held = BuildQueue(100, 40 * bytes_each), OrderedDict[str, OrderedDict[int, None]]()
+    for number in range(3000):
+        salt = f"tenant-{drawn.randrange(9)}"
+        if drawn.random() < 0.3 and held.get(salt):
+            gone = drawn.choice(list(held[salt]))
+            queue.remove(key(salt, gone))
+            del held[salt][gone]
+        else:
+            queue.add([key(salt, number)])
+            held.setdefault(salt, OrderedDict())[number] = None
+        if sum(map(len, held.values())) > 40:
+            most = max(map(len, held.values()))
+            largest = min(name for name, line in held.items() if len(line) == most)
+            held[largest].popitem(last=False)
+        assert len(queue) == sum(map(len, held.values()))
+        assert all(key(name, i) in queue for name, line in held.items() for i in line)
+    assert queue.num_forgotten > 100
+    assert len(queue._by_size) <= 4 * 9 + 64
 
 
 def test_keys_are_bounded_too() -> None:

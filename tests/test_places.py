@@ -29,6 +29,13 @@ def place(node: int) -> TreeMatch:
 # --- alone --------------------------------------------------------------------------------------
 
 
+def test_nothing_is_there_after_it_was_cleared() -> None:
+    places = Places(1000, slots_may_change=False)
+    places.add(GROUP, [b"a" * 8], [place(7)])
+    places.clear()
+    assert places.find(GROUP, [b"a" * 8]) == [None]
+
+
 @pytest.mark.parametrize("may_change", [False, True])
 def test_what_was_added_is_found_in_its_group_alone(may_change: bool) -> None:
     places = Places(1000, slots_may_change=may_change)

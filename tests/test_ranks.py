@@ -198,3 +198,39 @@ def test_a_capture_that_fails_on_one_rank_leaves_all_without_graphs(ranks: Ranks
     assert [len(warnings) for warnings, _ in (first, second)] == [1, 1]
     assert "on another rank" in first[0][0]
     assert "out of memory" in second[0][0]
+
+
+def _update_that_fails_on_one(
+    driver: Driver, failing: int | None
+) -> tuple[str, int, dict[str, Any]]:
+    """Return what this rank's weights are called then, how often they were new, and a report."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    from sgl_blend.engine.tp_group import this_group
+
+    driver.settle()
+    is_failing = failing is not None and this_group().is_first == (failing == 0)
+    updater = type(driver.scheduler.tp_worker.model_runner.weight_updater)
+    path = driver.scheduler.server_args.model_path
+    before = driver.runtime.describe()["weight_updates"]
+    with pytest.MonkeyPatch.context() as patch:
+        if is_failing:
+            failed = (False, "no such file")
+            patch.setattr(updater, "update_weights_from_disk", lambda *args, **more: failed)
+        order = UpdateWeightFromDiskReqInput(model_path=path, load_format="auto", flush_cache=False)
+        driver.scheduler.process_input_requests([order])
+    prompt = rag_prompt(SYSTEM, [CHUNKS[1], CHUNKS[0]], random_tokens(99, 12))
+    for _ in range(2):
+        (answer,) = driver.ask(prompt)
+        driver.settle()
+    described = driver.runtime.describe()
+    return described["model_fingerprint"], described["weight_updates"] - before, answer.report
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_new_weights_that_only_one_rank_has_are_new_to_all(
+    ranks: Ranks, failing: int | None
+) -> None:
+    first, second = ranks.call(_update_that_fails_on_one, failing)
+    assert first == second
+    assert first[1] == 1

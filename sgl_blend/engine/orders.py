@@ -8,6 +8,8 @@ _TRAFFIC = (
     "BatchTokenizedGenerateReqInput",
     "BatchTokenizedEmbeddingReqInput",
     "AbortReq",
+    "OpenSessionReqInput",
+    "CloseSessionReqInput",
 )
 """What clients cause; everything else that reaches the scheduler is an operator's order."""
 
@@ -33,6 +35,11 @@ def is_order(received: object) -> bool:
 def needs_idle(received: object) -> bool:
     """Tell whether SGLang carries an order out on an idle server only, or it changes what KV means."""
     return type(received).__name__.startswith(_NEED_IDLE)
+
+
+def may_update_weights(received: object) -> bool:
+    """Tell whether an order can change weights, on this rank or on another one."""
+    return type(received).__name__.startswith(("UpdateWeight", "EndWeight", "CheckWeights"))
 
 
 def may_end_weight_update(received: object) -> bool:

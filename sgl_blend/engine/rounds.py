@@ -119,6 +119,11 @@ def expect_room(batch: ScheduleBatch) -> None:
     batch.batch_is_full = False
 
 
+def admits_nobody(batch: ScheduleBatch) -> bool:
+    """Tell whether SGLang will try nobody in this round, because nothing fitted before."""
+    return batch.batch_is_full
+
+
 def holds_back_tokens(scheduler: Scheduler, is_nobodys: Callable[[Req], bool]) -> bool:
     """Tell whether a prefill has run whose result SGLang's overlap schedule has not looked at.
 

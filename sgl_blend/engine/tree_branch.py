@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -170,6 +171,19 @@ class _MatchBranch:
         return found if len(found) > self._start else None
 
 
+def _read_slots(rust: Any, head: Any, found: TreeMatch) -> torch.Tensor:
+    """Return the slots of a node, or of all nodes from a head on that it was split into.
+
+    It holds nothing of the search that found the node: a match may be remembered for long.
+    """
+    slots: torch.Tensor = rust.get_component_device_value(found.node, _FULL)
+    if slots.numel() == found.stop - found.start:
+        return slots
+    # The node was split since, and keeps its end.
+    whole: torch.Tensor = rust.collect_full_device_indices(found.node, head)
+    return whole
+
+
 class _RustBranch:
     """A UnifiedRadixCache whose core is Rust: it has a match that changes nothing.
 
@@ -185,7 +199,8 @@ class _RustBranch:
         self._make = core._bindings.MatchParamsBinding
 
     def find_all(self, paths: Iterable[bytes]) -> list[TreeMatch | None]:
-        make, find, read = self._make, self._rust.match_full_device_prefix, self._read
+        make, find = self._make, self._rust.match_full_device_prefix
+        read = partial(_read_slots, self._rust, self._head.node)
         extra_key, salt = self._key.extra_key, self._key.cache_salt
         paths = list(paths)
         start, path = len(self._head), array("q", self._any_tree.prefix)
@@ -213,14 +228,6 @@ class _RustBranch:
             else:
                 found.append(self._find_pieces(tokens, stop, node, whole))
         return found
-
-    def _read(self, found: TreeMatch) -> torch.Tensor:
-        slots: torch.Tensor = self._rust.get_component_device_value(found.node, _FULL)
-        if slots.numel() == found.stop - found.start:
-            return slots
-        # The node was split since, and keeps its end.
-        whole: torch.Tensor = self._rust.collect_full_device_indices(found.node, self._head.node)
-        return whole
 
     def _find_pieces(self, tokens: bytes, stop: int, node: Any, whole: int) -> TreeMatch | None:
         """Find a path that is not one node after the beginning."""
