@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sgl_blend.engine.admission import change_budget, close_batch, rows_left
+from sgl_blend.engine.admission import change_budget, close_batch, holds_cut, rows_left
 from sgl_blend.engine.objects import PrefillAdder
 from sgl_blend.fusion.plan import BlendPlan, StepPlan
 
@@ -31,7 +31,7 @@ class Allowance:
     @classmethod
     def grant(cls, adder: PrefillAdder, plan: BlendPlan, start: int, stop: int) -> Allowance:
         """Let a step from start take as many tokens, up to stop, as the budget has rows for."""
-        left = rows_left(adder)
+        left = 0 if holds_cut(adder) else rows_left(adder)
         reach = plan.reach(start, stop, left) if left else start
         granted = max(0, reach - start - left)
         change_budget(adder, granted)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from sgl_blend.engine.admission import close_after_cut
 from sgl_blend.engine.eviction import let_ranks_decide
 from sgl_blend.engine.models import runner_of
 from sgl_blend.engine.objects import (
@@ -129,7 +130,9 @@ def around_add_one_req(
     runtime = _runtime_of(tree_of(adder))
     if runtime is None:
         return orig(adder, req, *args, **kwargs)
-    return runtime.add_one_req(orig, adder, req, (args, kwargs))
+    verdict = runtime.add_one_req(orig, adder, req, (args, kwargs))
+    close_after_cut(adder)
+    return verdict
 
 
 def around_preempt_to_schedule(
@@ -149,7 +152,9 @@ def around_add_chunked_req(
     runtime = _runtime_of(tree_of(adder))
     if runtime is None:
         return orig(adder, req, *args, **kwargs)
-    return runtime.add_chunked_req(orig, adder, req, (args, kwargs))
+    cut_again = runtime.add_chunked_req(orig, adder, req, (args, kwargs))
+    close_after_cut(adder, continues=cut_again is not None)
+    return cut_again
 
 
 def around_forward_raw(
@@ -271,7 +276,7 @@ def around_flush_cache(orig: Stock, scheduler: Scheduler, *args: Any, **kwargs: 
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, *args, **kwargs)
-    runtime.step_aside(scheduler, finish_writes=True)
+    runtime.step_aside(scheduler)
     flushed = orig(scheduler, *args, **kwargs)
     if flushed:
         runtime.forget_pending()

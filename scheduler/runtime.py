@@ -338,7 +338,7 @@ class BlendRuntime:
         self.rounds.forget()
         self._shares.clear()
 
-    def step_aside(self, scheduler: Scheduler, *, finish_writes: bool) -> None:
+    def step_aside(self, scheduler: Scheduler, *, finish_writes: bool = True) -> None:
         """Process what was launched last if no client waits for it, so that the scheduler is idle.
 
         Called between rounds, before an order is carried out. SGLang does the same at the end of its

@@ -191,3 +191,45 @@ def test_with_build_the_cut_is_that_of_an_idle_server(
     alone, beside = engine.call(_alone_and_beside, policy)
     assert largest_difference(alone.logprobs[0], beside.logprobs[0]) <= TOLERANCE
     assert alone.report["layer_rows"] == beside.report["layer_rows"]
+
+
+LONG = random_tokens(70, 600)
+PLAIN = random_tokens(71, 1500)
+
+
+def _two_that_would_be_cut(driver: Driver) -> tuple[list[Answer], Answer, list[int]]:
+    """Serve a request that leaves no whole number of pages, a long one, and one that goes far."""
+    _warm(driver, "remembered")
+
+    def after_long(order: tuple[int, ...], ratio: float) -> Prompt:
+        chunks = [LONG, *(CHUNKS[i] for i in order)]
+        params = {"sgl_blend_policy": "remembered", "sgl_blend_ratio": ratio}
+        return rag_prompt(SYSTEM, chunks, QUESTION, params=params)
+
+    driver.ask(after_long((0,), RATIO))
+    driver.settle()
+    plain = Prompt([PLAIN])
+    answers, sizes, _ = _serve(
+        driver,
+        [rag("remembered", (0, 3, 1, 4), seed=60), plain, after_long((3, 1, 4, 2), 2 * RATIO)],
+    )
+    driver.settle()
+    driver.flush()
+    (alone,) = driver.ask(plain)
+    driver.settle()
+    return answers, alone, sizes
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_batch_holds_one_cut_request(start_engine: StartEngine, page_size: int) -> None:
+    """SGLang remembers one; another would be answered after its first step."""
+    engine = start_engine(chunked_prefill_size=128, page_size=page_size, max_total_tokens=8192)
+    answers, alone, sizes = engine.call(_two_that_would_be_cut)
+    assert sizes[0] == 2
+    for answer in answers:
+        counts = [
+            answer.report[f"{kind}_tokens"]
+            for kind in ("prefix", "reused", "recomputed", "computed")
+        ]
+        assert sum(counts) == answer.report["prompt_tokens"]
+    assert largest_difference(answers[1].logprobs[0], alone.logprobs[0]) <= TOLERANCE

@@ -38,6 +38,15 @@ def is_cut(req: Req, adder: PrefillAdder) -> bool:
     return adder.new_chunked_req is req
 
 
+_HOLDS_CUT = "sgl_blend_holds_cut"
+"""Attribute of SGLang's PrefillAdder: whether a request in its batch needs a further step."""
+
+
+def holds_cut(adder: PrefillAdder) -> bool:
+    """Tell whether a request that joined the batch needs a further step; a batch may hold one."""
+    return adder.new_chunked_req is not None or getattr(adder, _HOLDS_CUT, False)
+
+
 def rows_left(adder: PrefillAdder) -> int:
     """Return how many more rows a batch that is being put together may compute."""
     left = adder.rem_input_tokens if adder.rem_chunk_tokens is None else adder.rem_chunk_tokens
@@ -59,6 +68,22 @@ def close_batch(adder: PrefillAdder) -> None:
     """
     if adder.rem_chunk_tokens is not None and getattr(adder, "chunked_req_limit", None) is None:
         adder.rem_chunk_tokens = min(0, adder.rem_chunk_tokens)
+
+
+def close_after_cut(adder: PrefillAdder, *, continues: bool = False) -> None:
+    """Close the batch if a request in it was cut, whoever it is.
+
+    A cut falls between pages, so some tokens of the budget may be left. On its own SGLang can do
+    nothing with less than a page. A request that drops rows could reach far with them, and be cut too.
+
+    Args:
+        adder: SGLang's PrefillAdder.
+        continues: Whether the request that was cut in a batch before is cut again.
+    """
+    if continues:
+        setattr(adder, _HOLDS_CUT, True)
+    if holds_cut(adder):
+        close_batch(adder)
 
 
 def verdict_now(adder: PrefillAdder) -> Verdict:
