@@ -28,7 +28,7 @@ COUNTERS = {
     "computed_tokens": "Prompt tokens that were prefilled as usual.",
     "chunk_hits": "Chunks of which KV was reused.",
     "chunk_misses": "Chunks that were not stored.",
-    "host_tokens": "Tokens of chunks that were brought back from host memory.",
+    "host_tokens": "Tokens of chunks and exact prefixes that were brought back from host memory.",
     "storage_tokens": "Tokens that came from storage to host memory.",
 }
 """Prometheus counters of all requests; each is named ``sgl_blend:NAME_total``."""

@@ -43,7 +43,7 @@ LAUNCHES = {
 ATTENTION_LAUNCHES = 2
 """Scattered attention, and the merge of its shares if the KV is split."""
 PLAN_LAUNCHES = 1
-"""Slots of several requests are put one behind another."""
+"""Slots of several requests are put one after another."""
 PREPARATION = "preparation"
 END = "end"
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sgl_blend.commands.common.ports import reserve_port
+
 MASTER = Path(sys.executable).with_name("mooncake_master")
 SEGMENT_BYTES = 64 << 20
 
@@ -132,13 +134,8 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [int(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Return ports that nobody else on this machine gets from here."""
+    return [reserve_port() for _ in range(count)]
 
 
 def _wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:

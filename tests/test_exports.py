@@ -62,6 +62,9 @@ HELP = (
     "bench throughput",
     "bench kernels",
     "bench profile",
+    "plan-storage",
+    "codec",
+    "codec profile",
 )
 
 

@@ -176,8 +176,8 @@ def test_steps_end_before_awaited_chunks() -> None:
     assert (whole.num_computed, whole.num_reused, whole.num_loaded) == (108, 409, 306)
     assert whole.start_s == pytest.approx(0.54)
     assert steps_of(prompt, {2}, links, stepwise=True)[0] == Step(201, 0, 0, 0.0)
-    behind = Prompt(prompt.chunks[2:], 7)
-    assert len(steps_of(behind, {0}, links, stepwise=True)) == 1, "nothing stands before the chunk"
+    rest = Prompt(prompt.chunks[2:], 7)
+    assert len(steps_of(rest, {0}, links, stepwise=True)) == 1, "nothing stands before the chunk"
 
 
 def test_steps_wait_for_each_other_and_for_their_chunks() -> None:

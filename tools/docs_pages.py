@@ -88,7 +88,8 @@ def prometheus() -> str:
         for name, text in metrics.STORAGE_COUNTERS.items()
     ]
     rows.append(("storage_faults_total", "counter by `reason`", metrics.STORAGE_FAULTS))
-    rows.append(("fallback_total", "counter", metrics.FALLBACK_COUNTER))
+    rows.append(("storage_level_hits_total", "counter by `level`", metrics.STORAGE_LEVELS))
+    rows.append(("fallback_total", "counter by `reason`", metrics.FALLBACK_COUNTER))
     rows += [
         (f"canary_{name}_total", "counter", text) for name, text in metrics.CANARY_COUNTERS.items()
     ]

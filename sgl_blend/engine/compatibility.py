@@ -165,7 +165,7 @@ class Feature:
 SERVED = (
     Feature(
         "chunked prefill",
-        "each step blends its window; a chunk cut by a step is reused in both",
+        "each step blends its part; a chunk cut by a step is reused in both",
         "tests/test_features.py",
     ),
     Feature(

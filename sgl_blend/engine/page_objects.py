@@ -112,7 +112,7 @@ class PageObjects:
         return found
 
     def read(self, labels: Sequence[PageLabel], stream: ChunkStream | None) -> Iterator[bytearray]:
-        """Yield pages until one is missing; SGLang uses none behind it."""
+        """Yield pages until one is missing; SGLang uses none after it."""
         begun: deque[Pending[_Read]] = deque()
         began, refused = time.perf_counter(), CallFault.OPEN
         came: list[Page] = []

@@ -52,7 +52,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is to be prefilled behind the exact prefix.
+    """What is to be prefilled after the exact prefix.
 
     Attributes:
         chunks: In the order of the prompt.

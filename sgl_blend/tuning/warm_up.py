@@ -1,7 +1,7 @@
 """Compile every kernel that a blended forward may launch, before the server takes requests.
 
 Triton compiles a kernel when it is first launched, and once more for every type, constant and alignment
-that it has not seen. That takes up to seconds each, and a request and all behind it would wait. One
+that it has not seen. That takes up to seconds each, and a request and all after it would wait. One
 trial (trial.py) launches few of these variants: which one runs depends on the rows, on the number of
 requests and on the policy. So each operation runs here once at every size that decides between
 variants. What it computes means nothing: it reads slot 0, where SGLang puts the KV of padding, and
@@ -80,7 +80,7 @@ def warm_up(
         select_rows(torch.zeros(rows, device=device), numbers, segments, bounds)
     compact_rows(first, [first, first, first])  # token ids, positions, slots
     compact_rows(first, [first, first, cos, sin])  # of candidates that select again
-    compact_rows(first, [first, odd, cos, sin])  # likewise, behind exact heads of odd length
+    compact_rows(first, [first, odd, cos, sin])  # likewise, after exact heads of odd length
     compact_rows(first, [torch.zeros(1, device=device)])  # their priorities, or what is decided
     compact_rows(first, [torch.zeros(1, device=device)] * 2)  # both
     compact_rows(first, [torch.zeros(1, hidden_size(runner), dtype=dtype, device=device)])

@@ -53,7 +53,7 @@ def add_codec(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--entropy",
         choices=ENTROPY,
         default=ENTROPY[0],
-        help="zstd is fast; arithmetic is CacheGen's own, about a tenth smaller and many times slower",
+        help="zstd is fast; arithmetic is CacheGen's own, somewhat smaller and many times slower",
     )
     profile.add_argument(
         "--page-size", type=int, default=64, help="as of the server that will use the profile"

@@ -196,7 +196,7 @@ def bins_of(packed: torch.Tensor, code: UnitCode) -> torch.Tensor:
     """Return the bins of a unit, uint8 [tokens that are no anchors, heads, dim].
 
     Args:
-        packed: Its bytes behind the anchors.
+        packed: Its bytes after the anchors.
         code: Of the unit.
     """
     heads, dim = code.step.shape
