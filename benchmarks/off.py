@@ -12,8 +12,9 @@ slower:
     .venv/bin/python -m benchmarks.off --json benchmarks/results/off.json
 
 Printed: the median ratio with its 95 % bootstrap interval. Exit status 1 if a median is below 0.99.
---host-tier gives both servers SGLang's host memory behind the pool. On a CPU both need the tests' CPU
-platform for that.
+--host-tier gives both servers SGLang's host memory behind the pool.
+
+On a CPU the stock server also runs tools/cpu_platform: SGLANG_PLUGINS leaves out sgl-blend alone.
 """
 
 import argparse

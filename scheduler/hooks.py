@@ -112,8 +112,9 @@ def around_get_new_batch_prefill(
     runtime = _runtime_of(scheduler)
     if runtime is None:
         return orig(scheduler, running_batch, *args, **kwargs)
-    runtime.storage.begin_round()
-    runtime.rounds.begin(running_batch)
+    clock = runtime.rounds.read_clock(needed=runtime.storage.needs_clock)
+    runtime.storage.begin_round(None if clock is None else clock.now_s)
+    runtime.rounds.begin(running_batch, clock)
     try:
         plan = orig(scheduler, running_batch, *args, **kwargs)
     finally:

@@ -3,7 +3,7 @@
 Background work is what no client asked for. Each kind of it is a job. In every round the jobs are
 asked in order, and the first that wants the round gets it: one step a round, so that a request never
 waits for more than one step. All ranks of a tensor-parallel server must decide alike. What they decide
-by is read once, at the beginning of the round.
+by is read once, at the beginning of the round, and handed to whoever needs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from sgl_blend.engine.objects import PrefillAdder, Req, ScheduleBatch, Scheduler, Verdict
 from sgl_blend.engine.orders import is_flush_waiting, takes_background_work
@@ -32,6 +32,20 @@ from sgl_blend.scheduler.internal_requests import AddReq, is_internal
 QUIET_S = 0.05
 MAX_QUIET_S = 1.0
 """After a prefill, background work leaves the machine alone for a moment: first tokens get out."""
+
+
+class Clock(NamedTuple):
+    """What the first rank told all ranks at the beginning of a round.
+
+    Attributes:
+        now_s: Its monotonic clock, in seconds.
+        prefill_ended_s: When a client's prefill ended last, by that clock.
+        may_run: Whether background work may run as far as operators are concerned.
+    """
+
+    now_s: float
+    prefill_ended_s: float
+    may_run: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +146,30 @@ class Rounds:
         self._step_ran = False
         self._had_steps = False
 
-    def begin(self, running_batch: ScheduleBatch) -> None:
+    def read_clock(self, *, needed: bool) -> Clock | None:
+        """Read the clock of a round, once; None where no job is pending and nobody else needs it.
+
+        Args:
+            needed: Whether somebody else does; alike on all ranks.
+        """
+        if not (needed or self._has_work):
+            return None
+        now_s, ended_s, may_run = self._tp_group.agree(
+            [time.monotonic(), self._prefill_ended_s, float(takes_background_work(self._scheduler))]
+        )
+        return Clock(now_s, ended_s, bool(may_run))
+
+    @property
+    def _has_work(self) -> bool:
+        return any(job.num_pending or job.is_running for job in self.jobs)
+
+    def begin(self, running_batch: ScheduleBatch, clock: Clock | None) -> None:
         """Take steps that have ended out of the running batch, and offer the next one for this round.
+
+        Args:
+            running_batch: What decodes.
+            clock: Of this round.
+
 
         With SGLang's overlap schedule a prefill joins the running batch before its result is looked at.
         Requests of ours end with their prefill: they leave again, or each would cost a decode step.
@@ -142,39 +178,33 @@ class Rounds:
         # With overlap a step that was taken out holds its memory until the next round.
         if had_steps or self._had_steps or not is_decoding(running_batch):
             expect_room(running_batch)
-        if not any(job.num_pending or job.is_running for job in self.jobs):
+        if clock is None or not self._has_work:
             self._round, self._step_ran = None, False
             self._served.stop_clock()
             return
-        scheduler = self._scheduler
-        now_s, ended_s, may_run = self._tp_group.agree(
-            [time.monotonic(), self._prefill_ended_s, float(takes_background_work(scheduler))]
-        )
         for job in self.jobs:
-            job.collect(now_s)
-        self._round = self._look(now_s, ended_s + QUIET_S, running_batch, may_run=bool(may_run))
-        self._served.elapse(now_s, busy=self._round.is_busy)
+            job.collect(clock.now_s)
+        self._round = self._look(clock, running_batch)
+        self._served.elapse(clock.now_s, busy=self._round.is_busy)
         for job in self.jobs:
             if not job.offer(self._round):
                 return
 
-    def _look(
-        self, now_s: float, quiet_until_s: float, running_batch: ScheduleBatch, *, may_run: bool
-    ) -> Round:
+    def _look(self, clock: Clock, running_batch: ScheduleBatch) -> Round:
         scheduler = self._scheduler
         waited, decoded = somebody_waits(scheduler), is_decoding(running_batch)
         rests = self._step_ran and (waited or decoded)
         self._step_ran = False
         is_running = any(job.is_running for job in self.jobs)
         return Round(
-            now_s=now_s,
+            now_s=clock.now_s,
             is_waited_in=waited,
             is_decoded_in=decoded,
-            is_open=may_run
+            is_open=clock.may_run
             and not (rests or is_running or has_cut_request(scheduler))
             and not admits_nobody(running_batch),
             holds_first_tokens=holds_back_tokens(scheduler, is_internal),
-            quiet_until_s=quiet_until_s,
+            quiet_until_s=clock.prefill_ended_s + QUIET_S,
         )
 
     def end(self) -> None:

@@ -35,7 +35,6 @@ from sgl_blend.engine.requests import prompt_ids, rid_of
 from sgl_blend.engine.rounds import is_queued, is_serving
 from sgl_blend.engine.storage import name_stored_weights, storage_of
 from sgl_blend.engine.tiers import finished_loads
-from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
@@ -62,7 +61,6 @@ class StorageTier:
     Args:
         scheduler: SGLang's Scheduler.
         tree: Its tree.
-        tp_group: Whose first rank's clock counts.
         store: Where chunks are found.
         lookups: Knows whether exact KV of a client's earlier prompts is of use.
         model: Whose KV is of use.
@@ -76,7 +74,6 @@ class StorageTier:
         self,
         scheduler: Scheduler,
         tree: Tree,
-        tp_group: TPGroup,
         store: ChunkStore,
         lookups: Lookups,
         model: LoadedModel,
@@ -94,13 +91,17 @@ class StorageTier:
         self._controller = controller
         self._scheduler = scheduler
         self._tree = tree
-        self._tp_group = tp_group
         self._lookups = lookups
         self._arrivals: dict[str, Arrival] = {}
         self._serial = 0
         self._is_named = False
         self._old_writes: frozenset[int] = frozenset()
         self._name_weights()
+
+    @property
+    def needs_clock(self) -> bool:
+        """Whether something is on its way, so that the next round has to know the time."""
+        return bool(self._arrivals)
 
     @property
     def num_coming(self) -> int:
@@ -134,16 +135,19 @@ class StorageTier:
         if arrival.coming:
             self._arrivals[rid_of(req)] = arrival
 
-    def begin_round(self) -> None:
-        """See what has come; all ranks begin their rounds together."""
+    def begin_round(self, now_s: float | None) -> None:
+        """See what has come; all ranks begin their rounds together.
+
+        Args:
+            now_s: The first rank's clock, in seconds; None where nobody needs it.
+        """
         self._name_weights()
         self._publish()
         if self._controller is not None:
             for load in finished_loads(self._tree):
                 self._controller.host_loaded(*load)
-        if not self._arrivals:
+        if now_s is None or not self._arrivals:
             return
-        now_s = self._tp_group.now()
         self._look()
         for rid, arrival in list(self._arrivals.items()):
             if arrival.since_s is None:

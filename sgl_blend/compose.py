@@ -176,7 +176,6 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     storage = StorageTier(
         scheduler,
         facts.tree,
-        tp_group,
         store,
         lookups,
         model,

@@ -252,7 +252,7 @@ def _offers_after_a_prefill(driver: Driver) -> tuple[int, int]:
     scheduler, rounds = driver.scheduler, driver.runtime.rounds
 
     def num_offered() -> int:
-        rounds.begin(scheduler.running_batch)
+        rounds.begin(scheduler.running_batch, rounds.read_clock(needed=False))
         offered = len(scheduler.waiting_queue)
         rounds.end()
         return offered

@@ -86,7 +86,7 @@ def count_rows(driver: Any, policy: str) -> list[int]:
 def test_the_trial_drops_rows_in_the_check_layer(start_engine: StartEngine, policy: str) -> None:
     seen = start_engine().call(count_rows, policy)
     first, check, *above = seen[-4:]
-    assert first == 14  # of 16, two are an exact head
+    assert first == 14  # of 16, two are an exact prefix
     assert check < first
     assert all(rows <= check for rows in above)
 

@@ -3,10 +3,11 @@
 #
 #     tools/gpu_pack.sh RECIPES [FOLDER]       FOLDER is .gpu by default
 #
-# RECIPES holds make_pack.sh, which packs SGLang 0.5.17 and its dependencies, and env.sh, which unpacks them
-# there. To it comes this project as a wheel, because plugins are found by their entry points. A cache of
-# compiled kernels that an earlier call saved may lie in FOLDER as cache.tar.xz; it travels too. Fails if
-# all of it and the repository's files are more than 64 MiB together.
+# RECIPES is a folder of yours. Its make_pack.sh writes SGLang 0.5.17 and what it imports into a folder, as
+# sgl17.tar.xz. Its env.sh sets the variables that compilers need on the GPU machine. This project is added as
+# a wheel, because plugins are found by their entry points. A cache of compiled kernels that an earlier call
+# saved may lie in FOLDER as cache.tar.xz; it counts too. Fails if the pack and the repository's files are
+# more than 64 MiB together.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 recipes=$(realpath "$1")

@@ -4,7 +4,7 @@
     python tools/gpu_run.py 2 --deadline 540    # time to first token of every policy, and where it goes
     python tools/gpu_run.py 3 --deadline 540    # long prompts, and under load
     python tools/gpu_run.py 1 2 3 --tiny        # the same steps, small, on a CPU
-    python tools/gpu_run.py 4                   # another day: FlashInfer, which compiles for minutes
+    python tools/gpu_run.py 4                   # later: FlashInfer, which compiles for minutes
 
 Each step is a command of its own with a time limit and a log. It is printed and saved when it ends, and
 what fails does not stop the others. A step that starts SGLang's servers and fails without a time-out is
@@ -35,7 +35,7 @@ BLEND = [sys.executable, "-m", "sgl_blend"]
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default"]
 PARALLEL = ["-n", "8", "-p", "no:benchmark"] if importlib.util.find_spec("xdist") else []
 FEW_TESTS = ["--maxfail", "3", "-k", "not torch.float16 and not torch.float32"]
-"""Device time is short: bfloat16, and float32 in tests of that alone. Three failures are enough."""
+"""A call is short: bfloat16, and float32 in tests of that alone. Three failures are enough."""
 KERNEL_TESTS = (
     "tests/test_delta_rope_triton.py",
     "tests/test_kv_deviation_triton.py",
@@ -47,15 +47,15 @@ KERNEL_TESTS = (
     "tests/test_attention_choice.py",
 )
 DEADLINE_S = 540.0
-"""Of a call: a minute less than the most that such a machine is lent for at once."""
+"""Of a call: what the limits of its steps may add up to, so that its results are there soon."""
 RATES = "8,16,24,48,64,80,96"
 """Requests per second: an estimate has stock at 23 and the blending server at 60 to 90."""
 PREFILL_SIZES = [512, *range(1024, 4097, 256), *range(4608, 7169, 512), 7424, 7680, 8192]
 """Rows of a captured prefill. Stock rounds a prefill up to the next size. With few sizes it would do up
 to twice the work, and our gain would be flattered. So these are its own from 1,024 rows on, and the
 rows that the last step of a long prompt has."""
-# What the light pack of SGLang for an offline machine can do: no fa3, no grammar. Stock captures 36
-# more sizes of prefill below 1,024 rows, which nothing here has, and batches up to 256.
+# What the small pack of SGLang for a machine without a network can do: no fa3, no grammar. Stock
+# captures 36 more sizes of prefill below 1,024 rows, which nothing here has, and batches up to 256.
 SERVER = {
     "attention-backend": "triton",
     "sampling-backend": "pytorch",

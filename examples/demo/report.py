@@ -17,8 +17,8 @@ RATIO = 0.15
 """The default recompute ratio, the one the speed-up is promised for."""
 
 
-class Way(NamedTuple):
-    """One way of blending.
+class Variant(NamedTuple):
+    """One variant of blending.
 
     Attributes:
         policy: Which reused tokens are recomputed.
@@ -34,10 +34,10 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One way against full prefill.
+    """One variant against full prefill.
 
     Attributes:
-        way: Policy and ratio.
+        variant: Policy and ratio.
         counts: Tokens by kind, summed over the prompts.
         median_ttft_s: Median time to first token.
         ttft_s: Each prompt's.
@@ -46,7 +46,7 @@ class Row:
         kl: Mean KL(full || blended) of the first token, in nats.
     """
 
-    way: Way
+    variant: Variant
     counts: dict[str, int]
     median_ttft_s: float
     ttft_s: tuple[float, ...]
@@ -60,11 +60,11 @@ class Row:
         return self.counts["reused_tokens"] / self.counts["prompt_tokens"]
 
 
-def compare(blended: Mapping[Way, Run], full: Run) -> list[Row]:
-    """Set every way against full prefill."""
+def compare(blended: Mapping[Variant, Run], full: Run) -> list[Row]:
+    """Set every variant against full prefill."""
     return [
         Row(
-            way=way,
+            variant=variant,
             counts=run.counts,
             median_ttft_s=run.median_s,
             ttft_s=run.ttft_s,
@@ -72,7 +72,7 @@ def compare(blended: Mapping[Way, Run], full: Run) -> list[Row]:
             top1=top1_agreement(full.logprobs, run.logprobs),
             kl=kl_divergence(full.logprobs, run.logprobs),
         )
-        for way, run in blended.items()
+        for variant, run in blended.items()
     ]
 
 
@@ -84,12 +84,12 @@ def make_table(rows: list[Row], full: Run, num_prompts: int) -> Table:
         padding=(0, 1, 0, 0),
     )
     kinds = [kind.removesuffix("_tokens") for kind in TOKEN_KINDS]
-    table.add_column("way", no_wrap=True)
+    table.add_column("variant", no_wrap=True)
     for name in (*kinds, "TTFT", "speed-up", "top-1", "KL"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
-            str(row.way),
+            str(row.variant),
             *(f"{row.counts[kind] / num_prompts:.0f}" for kind in TOKEN_KINDS),
             f"{row.median_ttft_s:.2f}",
             f"{row.speedup:.2f}x",
@@ -104,7 +104,7 @@ def make_table(rows: list[Row], full: Run, num_prompts: int) -> Table:
 def figures(rows: list[Row]) -> dict[str, float]:
     """Return the figures that the demo is judged by."""
     default = BlendConfig().blend_policy
-    by_ratio = {row.way.ratio: row for row in rows if row.way.policy == default}
+    by_ratio = {row.variant.ratio: row for row in rows if row.variant.policy == default}
     return {
         "speedup_ttft_r015": by_ratio[RATIO].speedup,
         "kl_r0": by_ratio[0.0].kl,
@@ -157,7 +157,7 @@ def to_json(
         **figures(rows),
         "ratios": [
             {
-                **row.way._asdict(),
+                **row.variant._asdict(),
                 **row.counts,
                 "median_ttft_s": row.median_ttft_s,
                 "speedup": row.speedup,

@@ -24,7 +24,7 @@ from examples.demo.material import Material, Prompt, Recipe, prepare
 from examples.demo.measure import Answer, Run, ask, stream_first_token, wait_for_chunks
 from examples.demo.report import (
     RATIO,
-    Way,
+    Variant,
     compare,
     figures,
     make_table,
@@ -38,9 +38,9 @@ from sgl_blend.settings.config import BlendConfig
 BUILD = Path(__file__).resolve().parents[2] / "build"
 FOLDER = BUILD / "demo"
 DEFAULT = BlendConfig().blend_policy
-WAYS = (
-    *(Way(DEFAULT, ratio) for ratio in (0.0, RATIO, 0.5, 1.0)),
-    *(Way(policy, RATIO) for policy in ("hkvd", "funnel") if policy != DEFAULT),
+VARIANTS = (
+    *(Variant(DEFAULT, ratio) for ratio in (0.0, RATIO, 0.5, 1.0)),
+    *(Variant(policy, RATIO) for policy in ("hkvd", "funnel") if policy != DEFAULT),
 )
 
 T = TypeVar("T")
@@ -119,16 +119,16 @@ def warm_up(screen: Screen, blending: Server, stock: Server, material: Material)
 
 def measure(
     screen: Screen, blending: Server, stock: Server, material: Material
-) -> tuple[dict[Way, Run], Run]:
-    """Send every prompt to the stock server and, in each way, to the blending one.
+) -> tuple[dict[Variant, Run], Run]:
+    """Send every prompt to the stock server and, in each variant, to the blending one.
 
     One request at a time, and the servers take turns, so that whatever else this machine does
     slows both sides alike.
 
     Returns:
-        What came of it by way, and what the stock server answered.
+        What came of it by variant, and what the stock server answered.
     """
-    blended: dict[Way, list[Answer]] = {way: [] for way in WAYS}
+    blended: dict[Variant, list[Answer]] = {variant: [] for variant in VARIANTS}
     full: list[Answer] = []
     size = material.vocab_size
     for number, prompt in enumerate(screen.track("prompts", material.prompts), start=1):
@@ -136,12 +136,12 @@ def measure(
         for (policy, ratio), answers in blended.items():
             params = {"sgl_blend_policy": policy, "sgl_blend_ratio": ratio}
             answers.append(ask(blending, prompt.marked(), params, size))
-        times = ", ".join(f"{way}: {run[-1].ttft_s:.2f}" for way, run in blended.items())
+        times = ", ".join(f"{variant}: {run[-1].ttft_s:.2f}" for variant, run in blended.items())
         screen.say(
             f"prompt {number}/{len(material.prompts)}, first token after: "
             f"full {full[-1].ttft_s:.2f} s, {times}"
         )
-    return {way: Run(tuple(answers)) for way, answers in blended.items()}, Run(tuple(full))
+    return {variant: Run(tuple(answers)) for variant, answers in blended.items()}, Run(tuple(full))
 
 
 def meet(

@@ -5,7 +5,6 @@ collectives no longer match and the server hangs. What differs from rank to rank
 the rank's own heads, goes through here.
 """
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,10 +32,6 @@ class TPGroup:
     def is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return self._group is None or self._group.rank_in_group == 0
-
-    def now(self) -> float:
-        """Return the first rank's monotonic clock in seconds; all ranks must ask together."""
-        return self.agree([time.monotonic()])[0]
 
     def agree(self, values: list[float]) -> list[float]:
         """Return the first rank's values on every rank; all ranks must ask together."""

@@ -111,21 +111,21 @@ class Fusor:
         with phase(Phase.PLAN):
             plan = self._plan(batch, steps)
             moved = MovedRows.of(batch, plan)
-            self._take_exact_heads(batch, plan)
+            self._take_exact_prefixes(batch, plan)
             candidates = self._candidates(plan, moved) if plan.groups else None
         loads = loads_beside(runner)
-        heads = moved.of_heads(range(self.layers.total), self._rotation)
+        prefixes = moved.of_exact(range(self.layers.total), self._rotation)
         prefills = any(POLICIES[group.policy].prefills_first for group in plan.groups)
         if loads is not None and prefills:
             loads.wait_for_all()
             loads = None
         if loads is None:
             with phase(Phase.COPY):
-                self._copier.copy(heads)
-            heads = []
+                self._copier.copy(prefixes)
+            prefixes = []
         if candidates is not None and prefills:
             candidates = self._prefill_first(batch, plan, candidates)
-        following = self._start_copies(heads, plan, moved, candidates, loads)
+        following = self._start_copies(prefixes, plan, moved, candidates, loads)
         above = self.layers.check + 1
         backend = self._backend(batch, candidates, following)
         with forward_with(backend, batch):
@@ -242,14 +242,14 @@ class Fusor:
         )
         return Planner(shape, self.layers, self._kernel)
 
-    def _take_exact_heads(self, batch: ForwardBatch, plan: HostPlan) -> None:
-        """Take the rows of exact heads out of the batch."""
-        heads = plan.heads
-        if heads is not None:
-            body = heads.body
-            set_prefix(batch, heads.prefix, heads.prefix_lens.tensor)
+    def _take_exact_prefixes(self, batch: ForwardBatch, plan: HostPlan) -> None:
+        """Take the rows of exact prefixes out of the batch."""
+        exact = plan.exact
+        if exact is not None:
+            body = exact.body
+            set_prefix(batch, exact.prefix, exact.prefix_lens.tensor)
             take_rows(
-                batch, heads.body_rows.tensor, body.rows, body.seq_lens.tensor, body.starts.tensor
+                batch, exact.body_rows.tensor, body.rows, body.seq_lens.tensor, body.starts.tensor
             )
 
     def _candidates(self, plan: HostPlan, moved: MovedRows) -> Candidates:
@@ -258,7 +258,7 @@ class Fusor:
         return Candidates(
             rows=plan.rows.tensor,
             positions=positions,
-            source_slots=moved.source_slots[plan.num_heads :],
+            source_slots=moved.source_slots[plan.num_exact :],
             cos=cos,
             sin=sin,
             priorities=None if plan.priorities is None else plan.priorities.tensor,
@@ -267,7 +267,7 @@ class Fusor:
 
     def _start_copies(
         self,
-        heads: list[Copy],
+        prefixes: list[Copy],
         plan: HostPlan,
         moved: MovedRows,
         candidates: Candidates | None,
@@ -276,7 +276,7 @@ class Fusor:
         """Copy what the first layers need, and begin to copy the rest.
 
         Args:
-            heads: Copies of exact heads that are still to be made.
+            prefixes: Copies of exact prefixes that are still to be made.
             plan: What the host knows of the forward.
             moved: Where KV is copied from and to.
             candidates: Rows that may be dropped.
@@ -287,7 +287,7 @@ class Fusor:
         """
         above = self.layers.check + 1
         early = [group for group in plan.groups if group.drops_early]
-        first = [*heads, *moved.of_groups(early, range(above), candidates)]
+        first = [*prefixes, *moved.of_groups(early, range(above), candidates)]
         rest = moved.of_groups(plan.groups, range(above, self.layers.total), candidates)
         with phase(Phase.COPY):
             if loads is not None:

@@ -107,7 +107,7 @@ class LastRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ExactHeads:
+class ExactPrefixes:
     """Rows that are not computed because exact KV is copied for them, from the step's begin on.
 
     Attributes:
@@ -132,13 +132,13 @@ class HostPlan:
     """A blended forward as the host knows it; tensors are on the device once it is sent.
 
     Candidates are all rows whose KV can be reused, request after request. Numbers of rows mean the
-    batch without exact heads, but for moved_rows.
+    batch without exact prefixes, but for moved_rows.
 
     Attributes:
-        heads: Exact heads; None if no request has one.
+        exact: Exact prefixes; None if no request has one.
         groups: The candidates of each request that has some.
         spans: Where the stored KV of the candidates lies, in order.
-        moved_rows: int64, rows of the whole batch for which KV is copied: exact heads, then
+        moved_rows: int64, rows of the whole batch for which KV is copied: exact prefixes, then
             candidates.
         rows: int64 [candidates], their rows.
         positions: int64 [candidates], their positions.
@@ -156,7 +156,7 @@ class HostPlan:
         last: What is left for the last layer; None if it is a layer like all others.
     """
 
-    heads: ExactHeads | None
+    exact: ExactPrefixes | None
     groups: tuple[Group, ...]
     spans: tuple[ReusedSpan, ...]
     moved_rows: Staged
@@ -172,9 +172,9 @@ class HostPlan:
     last: LastRows | None
 
     @property
-    def num_heads(self) -> int:
-        """Rows of exact heads."""
-        return 0 if self.heads is None else self.heads.total
+    def num_exact(self) -> int:
+        """Rows of exact prefixes."""
+        return 0 if self.exact is None else self.exact.total
 
 
 @dataclass(frozen=True, slots=True)

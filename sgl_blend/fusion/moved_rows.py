@@ -18,36 +18,36 @@ from sgl_blend.policies import POLICIES
 
 @dataclass(frozen=True, slots=True)
 class MovedRows:
-    """Rows of a batch for which KV is copied: exact heads, then candidates.
+    """Rows of a batch for which KV is copied: exact prefixes, then candidates.
 
     Attributes:
         source_slots: int64 [n], where the KV lies.
         dest_slots: int64 [n], where it goes.
-        num_heads: How many are of exact heads.
+        num_exact: How many are of exact prefixes.
     """
 
     source_slots: torch.Tensor
     dest_slots: torch.Tensor
-    num_heads: int
+    num_exact: int
 
     @classmethod
     def of(cls, batch: ForwardBatch, plan: HostPlan) -> MovedRows:
         """Find them; the batch is still whole."""
-        heads = () if plan.heads is None else plan.heads.spans
+        exact = () if plan.exact is None else plan.exact.spans
         rows = plan.moved_rows.tensor
-        sources = [span.slots for span in (*heads, *plan.spans)]
+        sources = [span.slots for span in (*exact, *plan.spans)]
         # A batch may drop nothing at all, at ratio 1. A single span is copied too: its owner may
         # let go of it while the forward is still queued.
         return cls(
-            torch.cat(sources or [rows]), row_slots(batch).index_select(0, rows), plan.num_heads
+            torch.cat(sources or [rows]), row_slots(batch).index_select(0, rows), plan.num_exact
         )
 
-    def of_heads(self, layers: range, rotation: Rotation) -> list[Copy]:
-        """Return the copies that stand for exact heads, which stay at their positions."""
-        if not self.num_heads:
+    def of_exact(self, layers: range, rotation: Rotation) -> list[Copy]:
+        """Return the copies that stand for exact prefixes, which stay at their positions."""
+        if not self.num_exact:
             return []
-        cos, sin = rotation.none(self.num_heads)
-        part = slice(self.num_heads)
+        cos, sin = rotation.none(self.num_exact)
+        part = slice(self.num_exact)
         return [Copy(layers, self.source_slots[part], self.dest_slots[part], cos, sin)]
 
     def of_groups(

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from sgl_blend.fusion.host_plan import (
     BatchShape,
-    ExactHeads,
+    ExactPrefixes,
     Group,
     HostPlan,
     LastRows,
@@ -51,9 +51,9 @@ class Planner:
             device: The batch's.
         """
         batch = self._batch
-        heads = [0 if step is None else step.exact_stop - step.start for step in steps]
-        body = [rows - head for rows, head in zip(batch.lengths, heads, strict=True)]
-        exact = self._exact(steps, heads, body)
+        lengths = [0 if step is None else step.exact_stop - step.start for step in steps]
+        body = [rows - length for rows, length in zip(batch.lengths, lengths, strict=True)]
+        exact = self._exact(steps, lengths, body)
         blended = [
             (request, step)
             for request, step in enumerate(steps)
@@ -65,16 +65,16 @@ class Planner:
         shifts = [first - batch.prefix[i] for i, first in enumerate(first_rows(batch.lengths))]
         own = np.repeat([group.request for group in groups], [group.count for group in groups])
         in_batch = positions + np.take(shifts, own) if groups else positions
-        # Of the rows in front of a row, those of all heads up to its own request are gone.
-        rows = in_batch - np.take(np.cumsum(heads), own) if groups else positions
+        # Of the rows in front of a row, those of all exact prefixes up to its own request are gone.
+        rows = in_batch - np.take(np.cumsum(lengths), own) if groups else positions
         early, late, left = self._reductions(groups, body)
         unknown, decided = self._marks(blended)
         plan = HostPlan(
-            heads=exact,
+            exact=exact,
             groups=groups,
             spans=spans,
             moved_rows=self._stage(
-                np.concatenate([_ranges(first_rows(batch.lengths), heads), in_batch])
+                np.concatenate([_ranges(first_rows(batch.lengths), lengths), in_batch])
             ),
             rows=self._stage(rows),
             positions=self._stage(positions),
@@ -98,21 +98,23 @@ class Planner:
         return last
 
     def _exact(
-        self, steps: Sequence[StepPlan | None], heads: list[int], body: list[int]
-    ) -> ExactHeads | None:
-        if not any(heads):
+        self, steps: Sequence[StepPlan | None], lengths: list[int], body: list[int]
+    ) -> ExactPrefixes | None:
+        if not any(lengths):
             return None
         starts = first_rows(self._batch.lengths)
-        prefix = [old + head for old, head in zip(self._batch.prefix, heads, strict=True)]
-        return ExactHeads(
+        prefix = [old + length for old, length in zip(self._batch.prefix, lengths, strict=True)]
+        return ExactPrefixes(
             spans=tuple(
                 step.exact_prefix
                 for step in steps
                 if step is not None and step.exact_prefix is not None
             ),
-            total=sum(heads),
+            total=sum(lengths),
             body_rows=self._stage(
-                _ranges([first + head for first, head in zip(starts, heads, strict=True)], body)
+                _ranges(
+                    [first + length for first, length in zip(starts, lengths, strict=True)], body
+                )
             ),
             body=self._counts(body),
             prefix=prefix,

@@ -80,7 +80,7 @@ def warm_up(
         select_rows(torch.zeros(rows, device=device), numbers, segments, bounds)
     compact_rows(first, [first, first, first])  # token ids, positions, slots
     compact_rows(first, [first, first, cos, sin])  # of candidates that select again
-    compact_rows(first, [first, odd, cos, sin])  # likewise, after exact heads of odd length
+    compact_rows(first, [first, odd, cos, sin])  # likewise, after exact prefixes of odd length
     compact_rows(first, [torch.zeros(1, device=device)])  # their priorities, or what is decided
     compact_rows(first, [torch.zeros(1, device=device)] * 2)  # both
     compact_rows(first, [torch.zeros(1, hidden_size(runner), dtype=dtype, device=device)])

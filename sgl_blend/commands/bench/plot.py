@@ -34,9 +34,9 @@ def _panel_of(row: TtftRow) -> tuple[int, int]:
 
 
 def _draw_panel(panel: Any, rows: Sequence[TtftRow]) -> None:
-    ways = sorted({(row.policy, row.ratio) for row in rows})
-    several = len({policy for policy, _ in ways}) > 1
-    for number, (policy, ratio) in enumerate(ways):
+    variants = sorted({(row.policy, row.ratio) for row in rows})
+    several = len({policy for policy, _ in variants}) > 1
+    for number, (policy, ratio) in enumerate(variants):
         line = [
             (row.prompt_tokens, row.figures)
             for row in sorted(rows, key=lambda row: row.prompt_tokens)

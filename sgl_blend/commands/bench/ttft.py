@@ -2,7 +2,7 @@
 
 Both servers hold the system prompt as an exact prefix. The blending one holds every chunk as well. Each
 repeat has documents of its own, and no two of its requests begin with the same one, so the stock server
-finds nothing else. Within a repeat every way of serving gets the same prompts, in changing turns.
+finds nothing else. Within a repeat every variant of serving gets the same prompts, in changing turns.
 """
 
 from __future__ import annotations
@@ -106,18 +106,18 @@ class TtftSettings:
     seed: int
 
     @property
-    def ways(self) -> list[Way]:
-        """Every way of blending that is measured."""
-        return [Way(policy, ratio) for policy in self.policies for ratio in self.ratios]
+    def variants(self) -> list[Variant]:
+        """Every variant of blending that is measured."""
+        return [Variant(policy, ratio) for policy in self.policies for ratio in self.ratios]
 
     @property
     def num_requests(self) -> int:
         """How many requests or batches will be sent, warm-up included."""
-        return len(self.cases) * (self.repeats + 1) * (1 + len(self.ways))
+        return len(self.cases) * (self.repeats + 1) * (1 + len(self.variants))
 
 
-class Way(NamedTuple):
-    """A way of blending."""
+class Variant(NamedTuple):
+    """A variant of blending."""
 
     policy: str
     ratio: float
@@ -186,29 +186,29 @@ class _CaseBench:
             chunk_tokens=case.chunk_tokens,
             num_documents=case.num_documents,
         )
-        self._found: dict[Way | None, list[list[Reply]]] = {
-            way: [] for way in (None, *settings.ways)
+        self._found: dict[Variant | None, list[list[Reply]]] = {
+            variant: [] for variant in (None, *settings.variants)
         }
-        self._errors: dict[Way, str] = {}
+        self._errors: dict[Variant, str] = {}
         self._wakes = describe_machine().gpu is not None
 
     async def run(self, num_layers: int, watch: Progress) -> list[TtftRow]:
         settings = self._settings
-        ways: list[Way | None] = [None, *settings.ways]
+        variants: list[Variant | None] = [None, *settings.variants]
         needed = self._case.least_tokens
         if needed > self._pair.num_tokens:
             error = f"needs KV of {needed} tokens, the servers hold {self._pair.num_tokens}"
-            watch(self._case.name, (settings.repeats + 1) * len(ways))
-            return [self._row(way, error=error) for way in settings.ways]
+            watch(self._case.name, (settings.repeats + 1) * len(variants))
+            return [self._row(variant, error=error) for variant in settings.variants]
         for repeat in range(settings.repeats + 1):
             await self._introduce()
             prompts = self._prompts()
-            for way in ways[repeat % len(ways) :] + ways[: repeat % len(ways)]:
-                replies = await self._send(prompts, way)
+            for variant in variants[repeat % len(variants) :] + variants[: repeat % len(variants)]:
+                replies = await self._send(prompts, variant)
                 watch(self._describe(), 1)
                 if repeat > 0:  # the first one warms up
-                    self._found[way].append(replies)
-        return [self._summary(way, num_layers) for way in settings.ways]
+                    self._found[variant].append(replies)
+        return [self._summary(variant, num_layers) for variant in settings.variants]
 
     def _describe(self) -> str:
         return f"{self._case.name}, chunks of {self._case.chunk_tokens}, batch {self._case.batch}"
@@ -229,33 +229,33 @@ class _CaseBench:
             for first in range(case.batch)
         ]
 
-    async def _send(self, prompts: list[Prompt], way: Way | None) -> list[Reply]:
+    async def _send(self, prompts: list[Prompt], variant: Variant | None) -> list[Reply]:
         if self._wakes:
-            await self._wake(self._stock if way is None else self._blend)
-        if way is None:
+            await self._wake(self._stock if variant is None else self._blend)
+        if variant is None:
             return await ask_together(self._stock, [to_body(p, None, 1) for p in prompts])
-        params = {"sgl_blend_ratio": way.ratio, "sgl_blend_policy": way.policy}
+        params = {"sgl_blend_ratio": variant.ratio, "sgl_blend_policy": variant.policy}
         replies = await ask_together(self._blend, [to_body(p, params, 1) for p in prompts])
         for prompt, reply in zip(prompts, replies, strict=True):
             error = find_shortfall(prompt.num_reusable, reply)
             if error is not None:
-                self._errors.setdefault(way, error)
+                self._errors.setdefault(variant, error)
         return replies
 
     async def _wake(self, client: Client) -> None:
         tokens = self._case.prompt_tokens - self._case.system_tokens
         await wake(client, self._library, tokens)
 
-    def _summary(self, way: Way, num_layers: int) -> TtftRow:
-        if way in self._errors:
-            return self._row(way, error=self._errors[way])
+    def _summary(self, variant: Variant, num_layers: int) -> TtftRow:
+        if variant in self._errors:
+            return self._row(variant, error=self._errors[variant])
         figures = summarise(
-            self._found[None], self._found[way], num_layers=num_layers, seed=self._settings.seed
+            self._found[None], self._found[variant], num_layers=num_layers, seed=self._settings.seed
         )
-        return self._row(way, figures=figures)
+        return self._row(variant, figures=figures)
 
     def _row(
-        self, way: Way, *, figures: TtftFigures | None = None, error: str | None = None
+        self, variant: Variant, *, figures: TtftFigures | None = None, error: str | None = None
     ) -> TtftRow:
         case = self._case
         return TtftRow(
@@ -265,8 +265,8 @@ class _CaseBench:
             chunk_tokens=case.chunk_tokens,
             nominal_chunk_tokens=case.nominal_chunk_tokens,
             batch=case.batch,
-            ratio=way.ratio,
-            policy=way.policy,
+            ratio=variant.ratio,
+            policy=variant.policy,
             figures=figures,
             error=error,
         )

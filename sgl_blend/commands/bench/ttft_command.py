@@ -103,7 +103,7 @@ def run_ttft(args: argparse.Namespace) -> int:
     from sgl_blend.commands.common.records import to_json
 
     settings = make_ttft_settings(args)
-    num_rows = len(settings.cases) * len(settings.ways)
+    num_rows = len(settings.cases) * len(settings.variants)
     console = Console(stderr=True)
     with model_and_logs(args) as (model, logs):
         shape = read_shape(model)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from sgl_blend.commands.common.cpu import CPU_SETTINGS
 from sgl_blend.commands.evaluation.distributions import FirstToken
 from sgl_blend.commands.evaluation.prompts import Prompt
+from sgl_blend.engine.offline import OfflineEngine
 from sgl_blend.errors import CommandError
 from sgl_blend.settings.config import BlendConfig
 
@@ -72,9 +72,8 @@ class BlendEngine:
             **blend_settings(check_layer, build_prefix),
             "blend_on_miss": on_miss,
             "model_path": model_path,
-            "custom_sigquit_handler": _raise_start_error,
         }
-        self._engine: Any = None
+        self._engine: OfflineEngine
 
     def __enter__(self) -> BlendEngine:
         """Start it.
@@ -82,11 +81,8 @@ class BlendEngine:
         Raises:
             CommandError: It did not start.
         """
-        import sglang
-
-        logging.getLogger("sglang.srt.entrypoints.engine").addFilter(_is_worth_reading)
         try:
-            self._engine = sglang.Engine(**self._settings)
+            self._engine = OfflineEngine(self._settings)
         except (ValueError, RuntimeError, OSError, TypeError) as err:
             reason = str(err).strip().splitlines()[0]
             raise CommandError(f"the engine did not start: {reason}") from err
@@ -98,7 +94,7 @@ class BlendEngine:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._engine.shutdown()
+        self._engine.close()
 
     def ask_full(
         self, prompts: Sequence[Prompt], *, max_new_tokens: int, num_top: int
@@ -169,8 +165,7 @@ class BlendEngine:
 
     def server_info(self) -> dict[str, Any]:
         """Return the plugin's settings and totals, as in ``/server_info``."""
-        info: dict[str, Any] = self._engine.get_server_info()["internal_states"][0]["sgl_blend"]
-        return info
+        return self._engine.blend_info()
 
     def flush(self) -> None:
         """Let nothing be cached but what is in storage.
@@ -179,7 +174,7 @@ class BlendEngine:
             CommandError: The engine does not come to rest.
         """
         for _ in range(_MOST_FLUSHES):
-            if self._engine.flush_cache().success:
+            if self._engine.flush():
                 return
             time.sleep(_FLUSH_PAUSE_S)
         raise CommandError("the engine's cache could not be flushed")
@@ -192,31 +187,11 @@ class BlendEngine:
         **logprobs: Any,
     ) -> list[dict[str, Any]]:
         try:
-            outputs: list[dict[str, Any]] = self._engine.generate(
-                input_ids=[list(prompt.token_ids) for prompt in prompts],
-                sampling_params=[
-                    {"temperature": 0.0, "max_new_tokens": max_new_tokens, "custom_params": params}
-                    for params in custom_params
-                ],
-                return_logprob=True,
-                **logprobs,
+            return self._engine.generate(
+                [prompt.token_ids for prompt in prompts], custom_params, max_new_tokens, logprobs
             )
         except ValueError as err:
             raise CommandError(f"the engine refuses a prompt: {err}") from None
-        return outputs
-
-
-def _raise_start_error(signum: int, frame: FrameType | None) -> None:
-    """Turn the signal that SGLang's scheduler sends if it cannot start into an error.
-
-    By default SGLang would end this process with it.
-    """
-    raise RuntimeError("its messages above say why")
-
-
-def _is_worth_reading(record: logging.LogRecord) -> bool:
-    """Leave out that SGLang takes note of the handler above, which it logs as an error."""
-    return "custom SIGQUIT handler" not in record.getMessage()
 
 
 def blend_settings(check_layer: int, build_prefix: str) -> dict[str, Any]:
