@@ -17,7 +17,7 @@ from sgl_blend.errors import ConfigError
 
 
 @contextmanager
-def server(info: Any) -> Iterator[tuple[str, list[str]]]:
+def server(info: Any, api_key: str | None = None) -> Iterator[tuple[str, list[str]]]:
     """Serve one JSON document at every path; yields the base URL and the paths asked for."""
     asked: list[str] = []
 
@@ -25,7 +25,8 @@ def server(info: Any) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             asked.append(self.path)
             body = json.dumps(info).encode()
-            self.send_response(200)
+            is_known = api_key is None or self.headers["Authorization"] == f"Bearer {api_key}"
+            self.send_response(200 if is_known else 401)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -74,6 +75,23 @@ def test_a_server_that_does_not_blend_is_reported(info: Any) -> None:
         server(info) as (url, _),
         pytest.raises(ConfigError, match=f"^the server at {url} does not blend or has no sep"),
     ):
+        alone(lambda: configure(url))
+
+
+BLENDS = {"internal_states": [{"sgl_blend": {"separator": "|"}}]}
+
+
+def test_a_server_with_an_api_key_is_asked_with_it() -> None:
+    with server(BLENDS, api_key="secret") as (url, _):
+        assert alone(lambda: configure(url, api_key="secret")) == "|"
+        with pytest.raises(ConfigError, match=r"wants its API key: configure\(url, api_key=...\)$"):
+            alone(lambda: configure(url))
+
+
+def test_a_server_that_does_not_answer_is_named() -> None:
+    with server(BLENDS) as (url, _):
+        pass
+    with pytest.raises(ConfigError, match=f"^the server at {url} cannot be asked: .*refused"):
         alone(lambda: configure(url))
 
 

@@ -25,23 +25,27 @@ class _Configured:
 _configured = _Configured()
 
 
-def configure(url: str | None = None, *, separator: str | None = None) -> str:
+def configure(
+    url: str | None = None, *, separator: str | None = None, api_key: str | None = None
+) -> str:
     """Learn the separator, from a server or as given, for all later calls of chunk().
 
     Args:
         url: Base URL of a server started with --enable-blend.
         separator: The separator itself, instead of asking.
+        api_key: The server's --api-key, if it has one.
 
     Returns:
         The separator.
 
     Raises:
-        ConfigError: Neither is given, or the server does not blend or has no separator.
+        ConfigError: Neither is given, the server cannot be asked, or it does not blend or has no
+            separator.
     """
     if separator is None:
         if url is None:
             raise ConfigError("configure() needs a url or a separator")
-        separator = _ask(url)
+        separator = _ask(url, api_key)
     _configured.separator = separator
     return separator
 
@@ -88,12 +92,23 @@ def _broken(text: str, separator: str) -> str:
     return "".join([*parts, text[start:]])
 
 
-def _ask(url: str) -> str:
+def _ask(url: str, api_key: str | None) -> str:
     import json
-    from urllib.request import urlopen
+    from http import HTTPStatus
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
 
-    with urlopen(f"{url.rstrip('/')}/server_info", timeout=30) as response:
-        info = json.load(response)
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    try:
+        with urlopen(Request(f"{url.rstrip('/')}/server_info", headers=headers), timeout=30) as got:
+            info = json.load(got)
+    except HTTPError as err:
+        if err.code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+            reason = f"the server at {url} wants its API key: configure(url, api_key=...)"
+            raise ConfigError(reason) from None
+        raise ConfigError(f"the server at {url} answers with HTTP {err.code}") from None
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"the server at {url} cannot be asked: {err}") from None
     states = info.get("internal_states") or [{}]
     separator = states[0].get("sgl_blend", {}).get("separator")
     if not isinstance(separator, str):
