@@ -127,7 +127,7 @@ class Admission:
         reason: FallbackReason | None = None
         plan = _make_plan(req, state, lookup, place_of, self._sizes)
         if plan is None or not plan.spans:
-            reason = _why_nothing_is_reused(req, state, lookup)
+            reason = _why_nothing_is_reused(req, state, lookup, self._store.page_size)
         elif not self._is_worth_it(attempt, plan):
             reason = FallbackReason.NOT_FASTER
             plan = None if plan.exact is None else replace(plan, spans=())
@@ -335,10 +335,15 @@ def _hits_in_use(lookup: Lookup, plan: BlendPlan | None) -> tuple[ChunkHit, ...]
     return tuple(hit for hit in lookup.hits if id(hit.match) in used)
 
 
-def _why_nothing_is_reused(req: Req, state: RequestState, lookup: Lookup) -> FallbackReason:
+def _why_nothing_is_reused(
+    req: Req, state: RequestState, lookup: Lookup, page_size: int
+) -> FallbackReason:
     """Name why no chunk's KV is reused at another place than it was computed for."""
     exact = prefix_length(req) if lookup.exact is None else lookup.exact[0].stop
-    if all(span.stop <= exact for span in state.spans):
+    # Exact KV ends with a page, and a chunk that begins before its end may lack the rest of one.
+    if all(
+        span.stop <= exact + (page_size - 1 if span.start < exact else 0) for span in state.spans
+    ):
         return FallbackReason.CACHED
     # What is stored and not exact is reused, unless every row of it must be computed.
     stored = any(hit.span.start + hit.num_tokens > exact for hit in lookup.hits)

@@ -14,16 +14,13 @@ class BuildStep:
         key: What is built: a chunk, or a build prefix as a chunk of no tokens.
         done: Tokens of the key's path that are there; the step computes all after them.
         stop: Where it ends.
+        is_last: Whether the chunk is built when this step ends.
     """
 
     key: ChunkKey
     done: int
     stop: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk is built when this step ends."""
-        return self.key.length > 0 and self.stop == self.key.prefix_length + self.key.length
+    is_last: bool
 
 
 class StepPlanner:
@@ -50,7 +47,12 @@ class StepPlanner:
         else:
             return None
         done = begin + (stored - begin) // self.step_tokens * self.step_tokens
-        return BuildStep(key, done, min(done + self.step_tokens, end))
+        stop = min(done + self.step_tokens, end)
+        return BuildStep(key, done, stop, key.length > 0 and self._ends_at(stop, end))
+
+    def _ends_at(self, stop: int, end: int) -> bool:
+        """Tell whether a path of so many tokens is stored once a step ends at stop: whole pages are."""
+        return stop >= self.store.whole_pages(end)
 
     def hold(self, key: ChunkKey) -> TreeLock | None:
         """Keep in place what a step of key reads beside its own path; None if that is nothing."""

@@ -320,10 +320,11 @@ class ChunkBuilder:
         A step that is not admitted never closes the batch for the requests after it.
         """
         step = _step_of(build)
-        verdict = stop_verdict()
+        verdict, fits = stop_verdict(), True
         held = self._steps.hold(step.key)  # before SGLang counts what it may evict
-        if may_hold_builds(adder) and self._begin_at_cut(build, step) and fits_whole(build, adder):
-            verdict = add(build)
+        if may_hold_builds(adder) and self._begin_at_cut(build, step):
+            fits = fits_whole(build, adder)
+            verdict = add(build) if fits else verdict
         if held is not None and was_admitted(build, adder):
             self._held[rid_of(build)] = held
         elif held is not None:
@@ -336,7 +337,7 @@ class ChunkBuilder:
                 self._in_flight[step.key] = build
             return verdict
         if offer is not None:
-            offer.too_large = is_out_of_memory(verdict) and is_alone(adder)
+            offer.too_large = is_alone(adder) and (is_out_of_memory(verdict) or not fits)
         return continue_verdict()
 
     def _begin_at_cut(self, build: Req, step: BuildStep) -> bool:

@@ -27,6 +27,9 @@ class LoadedModel:
     digested. Then all servers with these weights have the same fingerprint, and find each other's
     chunks in storage.
 
+    A request that runs while the weights change goes on in the namespace of the old ones, with KV of
+    both. So while the tree may hold that, weights that come back keep the fingerprint that was drawn.
+
     Args:
         identity: A text that differs where the bytes of KV have another meaning, weights aside.
         digest: Digests the weights of this rank.
@@ -56,6 +59,7 @@ class LoadedModel:
         self.num_updates = 0
         self._digest = digest
         self._digested: str | None = None
+        self._former: set[ModelFingerprint] = set()
         self._config = config
         self.tp_group = tp_group
         self.weights: str | None = None
@@ -67,6 +71,7 @@ class LoadedModel:
         if self.num_updates == 0 and self._config.blend_preset is not None:
             logger.warning("sgl-blend: the weights have changed, quality is %s", NOT_JUDGED)
         self.quality = NOT_JUDGED
+        self._former.add(self.fingerprint)
         (nonce,) = self.tp_group.agree([float(secrets.randbits(52))])
         self.num_updates += 1
         self.fingerprint = fingerprint(f"{self.fingerprint} {int(nonce):013x}")
@@ -85,13 +90,18 @@ class LoadedModel:
         common = "".join(
             f"{int(part):08x}" for part in self.tp_group.agree(list(map(float, agreed)))
         )
-        if common == before:
+        known = fingerprint(f"{self.identity}\n{common}")
+        if common == before or known in self._former:
             self.weights = f"{digest} {self.fingerprint}"
         else:
             self.weights = digest
-            self.fingerprint = fingerprint(f"{self.identity}\n{common}")
+            self.fingerprint = known
         self._digested = common
         return True
+
+    def tree_was_reset(self) -> None:
+        """Note that the tree holds nothing of former weights any more."""
+        self._former.clear()
 
     def chunk_namespace(self, client_salt: str | None) -> str:
         """Name the namespace in which a client's chunks are stored."""

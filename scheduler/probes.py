@@ -198,9 +198,12 @@ class ProbeSteps(StepPlanner):
         if step is not None:
             return step
         begin, stop = self.whole_pages(key.prefix_length), len(key.path)
-        stored = self.whole_pages(stop)
-        done = begin + max(0, stored - begin - 1) // self.step_tokens * self.step_tokens
-        return BuildStep(key, done, stop)
+        done = begin + (stop - begin - 1) // self.step_tokens * self.step_tokens
+        return BuildStep(key, done, stop, is_last=True)
+
+    def _ends_at(self, stop: int, end: int) -> bool:
+        """Tell whether a probe has run once a step ends at stop: it needs all tokens of its chunk."""
+        return stop == end
 
 
 def run_probe(

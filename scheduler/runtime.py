@@ -329,6 +329,7 @@ class BlendRuntime:
     def before_reset(self) -> None:
         """Note that the tree is about to forget everything."""
         self.admission.before_reset()
+        self._model.tree_was_reset()
         self.probation.clear()
 
     # --- what an operator does ---

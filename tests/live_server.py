@@ -162,7 +162,7 @@ class LiveServer:
         while True:
             info = self.info()
             pool, canary = info["pool"], info["canary"] or {"pending": 0}
-            pending = info["chunks_pending"] + canary["pending"]
+            pending = info["chunks_pending"] + info["probes_pending"] + canary["pending"]
             accounted = pool["free"] + pool["evictable"] == pool["capacity"]
             if pending == 0 and pool["locked"] == 0 and accounted:
                 return

@@ -130,6 +130,44 @@ def test_logprobs_of_a_prompt_survive_new_weights(
     assert answer.input_logprobs == pytest.approx(full.input_logprobs, abs=1e-3)
 
 
+def _back_to_the_first_weights(driver: Driver, own: str, other: str, flush: bool) -> Any:
+    """Change the weights during a prefill and back again, and ask for what that prefill left."""
+
+    def update(path: str, *, flush: bool) -> None:
+        fields = {"model_path": path, "load_format": "auto", "flush_cache": flush}
+        assert order(driver, "UpdateWeightFromDiskReqInput", **fields).success
+
+    driver.settle()
+    driver.flush()
+    first = driver.runtime.describe()["model_fingerprint"]
+    req = driver.submit(rag(*range(8), ratio=1.0))
+    driver.run_until(lambda: driver.scheduler.chunked_req is req)
+    update(other, flush=False)
+    driver.run_until(req.finished)
+    driver.settle()
+    driver.ask(Prompt([random_tokens(871, 30)]))  # so the other weights are known by their own name
+    driver.settle()
+    update(own, flush=flush)
+    answer = driver.ask(rag(*range(8), ratio=1.0))[0]
+    control = driver.ask(rag(*range(8), ratio=1.0, salt="control"))[0]
+    driver.settle()
+    last = driver.runtime.describe()["model_fingerprint"]
+    driver.flush()
+    return answer.logprobs[0], control.logprobs[0], first == last
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_weights_that_come_back_find_no_kv_of_two_models(
+    start_engine: StartEngine, model_folder: Path, flush: bool
+) -> None:
+    other = make_model("llama", model_folder / "other", seed=1)
+    engine = start_engine(chunked_prefill_size=256)
+    own = str(make_model("llama", model_folder))
+    answer, control, same = engine.call(_back_to_the_first_weights, own, str(other), flush)
+    assert answer == pytest.approx(control, abs=1e-3)
+    assert same == flush, "a flushed server finds its chunks in storage again"
+
+
 def _weights_after_the_checker(driver: Driver, action: str) -> tuple[int, int]:
     driver.settle()
     before = driver.runtime.describe()["weight_updates"]
