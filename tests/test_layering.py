@@ -14,7 +14,7 @@ LAYERS = (
     {"policies"},
     {"settings"},
     {"protocol", "fusion"},
-    {"tuning", "radix_ext"},
+    {"tuning", "radix_ext", "finding"},
     {"scheduler"},
     {"compose"},
     {"plugin"},

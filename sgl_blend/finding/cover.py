@@ -1,0 +1,191 @@
+"""Which known chunks serve a prompt: disjoint pieces, most tokens, then fewest pieces.
+
+A piece begins where a chunk begins. It may end anywhere before the chunk ends, because the first
+tokens of a chunk do not know its last ones. So where two chunks overlap, the first is cut.
+
+The plan is made from the claimed lengths, from the right to the left: the best that can follow a
+start does not depend on what stands before it. Then it is followed from the left to the right, and
+each chunk is walked in the tree when its turn comes. If it is shorter than claimed, what follows is
+chosen again.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_blend.finding.spans import Span
+
+Walk = Callable[[int], int]
+"""Returns how many tokens, from an offset of the prompt on, are stored as a chunk that begins there."""
+
+_LEAST_WALKS = 64
+_TOKENS_PER_WALK = 128
+_STARTS_PER_WALK = 2
+"""Starts that are planned with. Of more than that, neighbours are thinned out."""
+_TOKEN_COST = 1 << 24
+"""Cost of a token that no piece covers; a piece costs 1. No prompt has that many pieces."""
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Where chunks may begin in a prompt.
+
+    Attributes:
+        starts: Integers [m], offsets in the prompt, strictly ascending.
+        lengths: Integers [m], how many tokens each chunk is said to have.
+    """
+
+    starts: NDArray[np.intp]
+    lengths: NDArray[np.uint32]
+
+
+def most_walks(num_tokens: int) -> int:
+    """Return how often the tree may be walked for a prompt."""
+    return max(_LEAST_WALKS, num_tokens // _TOKENS_PER_WALK)
+
+
+def cover(
+    candidates: Candidates, holes: Sequence[Span], walk: Walk, *, num_tokens: int, least: int
+) -> list[Span]:
+    """Choose the pieces that serve the holes of a prompt.
+
+    Args:
+        candidates: Where chunks may begin, anywhere in the prompt.
+        holes: What nothing else serves: disjoint, ascending. A piece lies in one of them.
+        walk: Asked at most once for a start, and most_walks() times in all. It may return less
+            than was claimed, 0 too; what it returns beyond the claim is not used.
+        num_tokens: Of the prompt.
+        least: Tokens of the shortest piece worth having, at least 1.
+
+    Returns:
+        Disjoint pieces, ascending, each of at least ``least`` tokens. If all claims are true, if
+        there were walks enough and no start was thinned out, no other choice covers more tokens,
+        and none covers as many with fewer pieces.
+
+    Raises:
+        ValueError: ``least`` is below 1.
+    """
+    if least < 1:
+        raise ValueError(f"a piece has at least 1 token, got least={least}")
+    budget = most_walks(num_tokens)
+    stops = candidates.starts + candidates.lengths
+    pieces: list[Span] = []
+    for hole in holes:
+        if not budget:
+            break
+        first, last = np.searchsorted(candidates.starts, hole)
+        starts = candidates.starts[first:last]
+        ends = np.minimum(stops[first:last], hole.stop)
+        worth = ends - starts >= least
+        starts, ends = _thin_out(starts[worth], ends[worth], _STARTS_PER_WALK * budget, num_tokens)
+        plan = _Plan(starts.tolist(), ends.tolist(), hole.stop, least)
+        found, num_walks = _follow(plan, hole.start, walk, budget)
+        budget -= num_walks
+        pieces += found
+    return pieces
+
+
+def _thin_out(
+    starts: NDArray[np.intp], ends: NDArray[np.intp], most: int, num_tokens: int
+) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Keep, of too many starts, the one that reaches furthest among a few neighbours."""
+    if len(starts) <= most:
+        return starts, ends
+    block = starts // -(-num_tokens // most)
+    first = np.flatnonzero(np.diff(block, prepend=-1))
+    furthest = np.maximum.reduceat(ends, first)
+    sizes = np.diff(first, append=len(starts))
+    reaching = np.flatnonzero(ends == np.repeat(furthest, sizes))
+    kept = reaching[np.diff(block[reaching], prepend=-1) > 0]  # the leftmost of each block
+    return starts[kept], ends[kept]
+
+
+class _Plan:
+    """What it costs to go on from each start to the end of a hole.
+
+    Args:
+        starts: Ascending offsets.
+        ends: How far each reaches.
+        stop: The end of the hole.
+        least: Tokens of the shortest piece.
+    """
+
+    def __init__(self, starts: list[int], ends: list[int], stop: int, least: int) -> None:
+        self.starts, self.ends = starts, ends
+        self.least = least
+        self._stop = stop
+        self._costs = [_NEVER] * len(starts)
+        # The same with the cost of what is skipped, counted from the beginning of the prompt.
+        self._skips = [_NEVER] * len(starts)
+        for number in reversed(range(len(starts))):
+            self._weigh(number)
+
+    def shorten(self, number: int, num_tokens: int) -> None:
+        """Note how long a chunk really is; below the shortest piece it is not there.
+
+        Starts before it that counted on it are not weighed again. What follows them is, when they
+        are used.
+        """
+        self.ends[number] = min(self.ends[number], self.starts[number] + num_tokens)
+        self._weigh(number)
+
+    def next(self, start: int, end: int, least: int) -> int | None:
+        """Return which start follows best, or None where the hole is better left alone.
+
+        Args:
+            start: Where the piece before begins.
+            end: Where it ends, unless it is cut.
+            least: Tokens that are left of it if it is cut.
+        """
+        return self._choose(start, end, least)[1]
+
+    def _weigh(self, number: int) -> None:
+        start, end = self.starts[number], self.ends[number]
+        if end - start < self.least:
+            self._costs[number] = self._skips[number] = _NEVER
+            return
+        self._costs[number] = 1 + self._choose(start, end, self.least)[0]
+        self._skips[number] = self._costs[number] + start * _TOKEN_COST
+
+    def _choose(self, start: int, end: int, least: int) -> tuple[int, int | None]:
+        """Return the least cost behind a piece, and the start that it comes from."""
+        best, number = (self._stop - end) * _TOKEN_COST, None
+        first = bisect_left(self.starts, start + least)
+        past = bisect_right(self.starts, end, first)
+        if first < past:
+            cost = min(self._costs[first:past])
+            if cost < best:
+                best, number = cost, self._costs.index(cost, first, past)
+        if past < len(self.starts):
+            skip = min(self._skips[past:])
+            if skip - end * _TOKEN_COST < best:
+                best, number = skip - end * _TOKEN_COST, self._skips.index(skip, past)
+        return best, number
+
+
+def _follow(plan: _Plan, begin: int, walk: Walk, budget: int) -> tuple[list[Span], int]:
+    """Walk the chunks of a plan from the left to the right; return the pieces and the walks."""
+    pieces: list[Span] = []
+    walked: set[int] = set()
+    # The piece before, which may still be cut. At first there is none: an empty one.
+    start, end, least = begin, begin, 0
+    while (number := plan.next(start, end, least)) is not None:
+        at = plan.starts[number]
+        if number not in walked:
+            if len(walked) == budget:
+                break
+            walked.add(number)
+            length = walk(at)
+            if length < plan.ends[number] - at:
+                plan.shorten(number, length)
+                continue  # another one may be better now
+        if end > start:
+            pieces.append(Span(start, min(end, at)))
+        start, end, least = at, plan.ends[number], plan.least
+    if end > start:
+        pieces.append(Span(start, end))
+    return pieces, len(walked)

@@ -1,0 +1,147 @@
+"""Where the fixed beginning of a tenant's prompts ends: the build prefix of prompts without markup.
+
+Prompts of one application begin alike and part where the first document or question stands. The
+place where most recent prompts part is named a head. Once named it stays: another build prefix would
+make other chunks of the same text.
+"""
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sgl_blend.finding.borders import Border, Borders
+
+Tokens = NDArray[np.int32]
+
+_RECENT = 32
+"""Beginnings that are remembered for a tenant."""
+_SHARE = 4
+"""A head is named where one in four of them parts."""
+_FEWEST = 2
+_LEAST_TOKENS = 16
+_NO_TOKEN = -1
+
+
+class _Tenant:
+    """What is known of one tenant.
+
+    Attributes:
+        recent: int32 [_RECENT, limit], beginnings of prompts, filled up with no token.
+        sizes: int64 [_RECENT], their tokens.
+        num_seen: Prompts so far. The next one takes the row of the oldest.
+        heads: Bytes of the tokens of each head; what was used last stands at the end.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.recent = np.full((_RECENT, limit), _NO_TOKEN, np.int32)
+        self.sizes = np.zeros(_RECENT, np.int64)
+        self.num_seen = 0
+        self.heads: OrderedDict[bytes, None] = OrderedDict()
+
+    @property
+    def num_recent(self) -> int:
+        return min(self.num_seen, _RECENT)
+
+    def remember(self, beginning: Tokens) -> None:
+        row = self.num_seen % _RECENT
+        self.recent[row] = _NO_TOKEN
+        self.recent[row, : len(beginning)] = beginning
+        self.sizes[row] = len(beginning)
+        self.num_seen += 1
+
+    def longest_head(self, beginning: Tokens) -> int:
+        """Return the tokens of the longest head that a prompt begins with, and note its use."""
+        begins = beginning.tobytes()
+        best = max(filter(begins.startswith, self.heads), key=len, default=b"")
+        if best:
+            self.heads.move_to_end(best)
+        return len(best) // beginning.itemsize
+
+    def partings(self, beginning: Tokens) -> NDArray[np.intp]:
+        """Return how many tokens a prompt shares with each recent one that goes on otherwise."""
+        count, size = self.num_recent, len(beginning)
+        parted = self.recent[:count, :size] != beginning
+        shared: NDArray[np.intp] = parted.argmax(axis=1)
+        # One that ends first, or that does not part at all, says nothing.
+        tells = parted.any(axis=1) & (shared < self.sizes[:count])
+        return shared[tells]
+
+
+class Heads:
+    """Heads of all tenants; owned by the scheduler thread.
+
+    Args:
+        borders: Of the tokenizer. A head ends behind a line or something stronger.
+        limit: Tokens of the longest head.
+        most_heads: Of a tenant; the one that was not used for longest goes first.
+        most_tenants: Likewise. A tenant takes 128 bytes for each token of the limit, and its heads.
+
+    Attributes:
+        num_forgotten: Tenants and heads that had to make room.
+    """
+
+    def __init__(
+        self, borders: Borders, *, limit: int = 1_024, most_heads: int = 64, most_tenants: int = 256
+    ) -> None:
+        self._borders = borders
+        self._limit = limit
+        self._most_heads = most_heads
+        self._most_tenants = most_tenants
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self.num_forgotten = 0
+
+    def of(self, tenant: str, tokens: NDArray[np.integer[Any]]) -> int:
+        """Return how many tokens of a prompt are its head, and learn from the prompt.
+
+        Args:
+            tenant: Whose prompt it is.
+            tokens: Integers [n], ids of the prompt.
+
+        Returns:
+            0 where no head is known.
+        """
+        beginning = np.ascontiguousarray(tokens[: self._limit], np.int32)
+        known = self._tenant(tenant)
+        best = known.longest_head(beginning)
+        named = self._commonest(known, beginning)
+        known.remember(beginning)
+        if named <= best:
+            return best
+        if len(known.heads) == self._most_heads:
+            known.heads.popitem(last=False)
+            self.num_forgotten += 1
+        known.heads[beginning[:named].tobytes()] = None
+        return named
+
+    def forget(self, tenant: str) -> None:
+        """Forget what was learned of a tenant."""
+        self._tenants.pop(tenant, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._tenants.clear()
+
+    def _tenant(self, name: str) -> _Tenant:
+        if name not in self._tenants:
+            if len(self._tenants) == self._most_tenants:
+                self._tenants.popitem(last=False)
+                self.num_forgotten += 1
+            self._tenants[name] = _Tenant(self._limit)
+        self._tenants.move_to_end(name)
+        return self._tenants[name]
+
+    def _commonest(self, known: _Tenant, beginning: Tokens) -> int:
+        """Return where enough recent prompts part from this one, 0 if they do nowhere."""
+        partings = known.partings(beginning)
+        if not len(partings):
+            return 0
+        ends = np.flatnonzero(self._borders.before(beginning) >= Border.LINE)
+        snapped = ends[np.searchsorted(ends, partings, side="right") - 1]
+        counts = Counter(snapped[snapped >= _LEAST_TOKENS].tolist())
+        if not counts:
+            return 0
+        place, count = max(counts.items(), key=lambda item: (item[1], -item[0]))
+        num_recent = min(known.num_recent + 1, _RECENT)  # this prompt too
+        return int(place) if count >= max(_FEWEST, num_recent // _SHARE) else 0
