@@ -63,10 +63,11 @@ class _Tenant:
         """Return how many tokens a prompt shares with each recent one that goes on otherwise."""
         count, size = self.num_recent, len(beginning)
         parted = self.recent[:count, :size] != beginning
-        shared: NDArray[np.intp] = parted.argmax(axis=1)
+        shared = parted.argmax(axis=1)
         # One that ends first, or that does not part at all, says nothing.
         tells = parted.any(axis=1) & (shared < self.sizes[:count])
-        return shared[tells]
+        places: NDArray[np.intp] = shared[tells]
+        return places
 
 
 class Heads:
@@ -102,6 +103,8 @@ class Heads:
         Returns:
             0 where no head is known.
         """
+        if len(tokens) < _LEAST_TOKENS:
+            return 0
         beginning = np.ascontiguousarray(tokens[: self._limit], np.int32)
         known = self._tenant(tenant)
         best = known.longest_head(beginning)

@@ -12,6 +12,7 @@ had, messages with that header are learned at first sight.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -197,7 +198,7 @@ def find_messages(
     """
     special = np.flatnonzero(strengths == Border.SPECIAL).tolist()
     messages = []
-    for number, (start, stop) in enumerate(zip(special, [*special[1:], len(tokens)], strict=True)):
+    for number, (start, stop) in enumerate(pairwise([*special, len(tokens)])):
         if stop - start < least:
             continue
         first = _header_start(special[: number + 1])
@@ -228,9 +229,7 @@ def _message_starts(strengths: Strengths, span: Span) -> list[int]:
         np.flatnonzero(strengths[span.start : span.stop] == Border.SPECIAL) + span.start
     ).tolist()
     return [
-        start
-        for start, following in zip(special, [*special[1:], span.stop], strict=True)
-        if following - start > _HEADER
+        start for start, following in pairwise([*special, span.stop]) if following - start > _HEADER
     ]
 
 

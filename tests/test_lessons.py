@@ -1,0 +1,279 @@
+"""What becomes a chunk: runs begun at borders, split at messages, and messages that come again."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from finding_cases import Tokens, milliseconds, random_tokens, slowness
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from sgl_blend.finding.borders import Border, Borders
+from sgl_blend.finding.lessons import Lessons, Prompt, find_messages, is_served
+from sgl_blend.finding.spans import Span
+
+Strengths = NDArray[np.uint8]
+EOT, START, END, LINE, USER, TOOL = range(6)
+"""Ids of special tokens and of names of roles; words come behind."""
+_OF_IDS = np.zeros(10, np.uint8)
+_OF_IDS[[EOT, START, END]] = Border.SPECIAL
+_OF_IDS[LINE] = Border.LINE
+BORDERS = Borders(_OF_IDS)
+
+
+def borders_at(size: int, **at: list[int]) -> Strengths:
+    strengths = np.zeros(size, np.uint8)
+    for name, places in at.items():
+        strengths[places] = Border[name.upper()]
+    return strengths
+
+
+def words(seed: int, size: int) -> Tokens:
+    return random_tokens(seed, size, 10_000) + np.int32(10)
+
+
+def message(role: int, body: Tokens) -> Tokens:
+    return np.concatenate([np.array([START, role, END], np.int32), body, np.array([EOT], np.int32)])
+
+
+def chat_ml(role: int, body: Tokens) -> Tokens:
+    return np.concatenate(
+        [np.array([START, role, LINE], np.int32), body, np.array([EOT, LINE], np.int32)]
+    )
+
+
+def prompt_of(
+    tokens: Tokens, runs: list[Span], *, served: list[Span] | None = None, start: int = 0
+) -> Prompt:
+    return Prompt("a", tokens, BORDERS.before(tokens), start, served or [], runs)
+
+
+# --- splitting ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("borders", "expected"),
+    [
+        ({}, 100),
+        ({"sentence": [105]}, 100),  # too weak
+        ({"line": [105]}, 105),
+        ({"line": [103, 105]}, 103),
+        ({"line": [103], "blank_line": [110]}, 110),
+        ({"blank_line": [103], "special": [115]}, 115),
+        ({"line": [103], "blank_line": [116]}, 103),  # too far
+    ],
+)
+def test_a_run_begins_at_the_strongest_border_of_its_first_tokens(
+    borders: dict[str, list[int]], expected: int
+) -> None:
+    assert Lessons().split(Span(100, 300), borders_at(400, **borders)) == [(expected, 300)]
+
+
+def test_no_border_makes_a_run_too_short() -> None:
+    assert Lessons().split(Span(0, 70), borders_at(70, line=[5, 10])) == [(5, 70)]
+    assert Lessons().split(Span(0, 63), borders_at(70)) == []
+
+
+@pytest.mark.parametrize(
+    ("special", "expected"),
+    [
+        ([150], [(0, 150), (150, 300)]),
+        ([150, 152, 154], [(0, 154), (154, 300)]),  # a header belongs to what stands before it
+        ([40], [(40, 300)]),  # a crumb before a message
+        ([270], [(0, 300)]),  # a crumb behind it
+    ],
+)
+def test_runs_are_split_where_messages_begin(
+    special: list[int], expected: list[tuple[int, int]]
+) -> None:
+    assert Lessons().split(Span(0, 300), borders_at(300, special=special)) == expected
+
+
+@pytest.mark.parametrize(
+    ("size", "borders", "expected"),
+    [
+        (1_024, {}, [(0, 1_024)]),
+        (1_087, {}, [(0, 1_024)]),
+        (1_088, {}, [(0, 1_024), (1_024, 1_088)]),
+        (1_500, {"line": [600, 700]}, [(0, 700), (700, 1_500)]),
+        (1_500, {"blank_line": [600], "line": [700]}, [(0, 600), (600, 1_500)]),
+        (1_500, {"line": [512]}, [(0, 1_024), (1_024, 1_500)]),
+    ],
+)
+def test_long_runs_are_split_by_length(
+    size: int, borders: dict[str, list[int]], expected: list[tuple[int, int]]
+) -> None:
+    assert Lessons().split(Span(0, size), borders_at(size, **borders)) == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    strengths=st.lists(st.sampled_from([0] * 20 + [1, 2, 3, 4]), min_size=30, max_size=200),
+    start=st.integers(0, 29),
+)
+def test_chunks_are_disjoint_of_a_legal_length_and_lose_crumbs_alone(
+    strengths: list[int], start: int
+) -> None:
+    lessons = Lessons(least=8, most=32)
+    span = Span(start, len(strengths))
+    chunks = lessons.split(span, np.array(strengths, np.uint8))
+    ends = [start, *(chunk.stop for chunk in chunks)]
+    begins = [*(chunk.start for chunk in chunks), span.stop]
+    assert all(8 <= chunk.num_tokens <= 32 for chunk in chunks)
+    lost = [begin - end for begin, end in zip(begins, ends, strict=True)]
+    assert min(lost) >= 0
+    assert max(lost[1:], default=0) < 16
+    assert lost[0] < 16 + 8
+
+
+# --- what was served ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pieces", "served"),
+    [
+        ([], False),
+        ([Span(0, 400)], True),
+        ([Span(0, 137)], False),  # 64 more tokens would be served
+        ([Span(0, 138)], True),
+        ([Span(0, 101), Span(101, 200)], True),
+        ([Span(0, 99), Span(99, 180), Span(180, 200)], False),  # in pieces, none of them long
+    ],
+)
+def test_a_run_is_served_by_one_long_piece(pieces: list[Span], served: bool) -> None:
+    assert is_served(Span(1, 201), pieces, 64) == served
+
+
+def test_only_runs_that_were_not_served_are_learned() -> None:
+    tokens = words(1, 600)
+    runs = [Span(0, 200), Span(250, 600)]
+    lessons = Lessons()
+    assert lessons.choose(prompt_of(tokens, runs)) == [(0, 200), (250, 600)]
+    assert lessons.choose(prompt_of(tokens, runs, served=[Span(250, 600)])) == [(0, 200)]
+    part = [Span(300, 380)]
+    assert lessons.choose(prompt_of(tokens, runs, served=part)) == [(0, 200), (250, 600)]
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [message, chat_ml])
+def test_messages_are_told_apart_by_their_headers(write: Callable[[int, Tokens], Tokens]) -> None:
+    roles = [USER, TOOL, USER, TOOL, TOOL]
+    tokens = np.concatenate([write(role, words(9 + at, 80)) for at, role in enumerate(roles)])
+    messages = find_messages(tokens, BORDERS.before(tokens), 64)
+    assert [item.span.num_tokens for item in messages] == [81 if write is message else 83] * 5
+    # The first message has nothing in front of its header.
+    headers = [item.header for item in messages[1:]]
+    assert headers[0] == headers[2] == headers[3] != headers[1]
+
+
+def test_short_messages_do_not_count() -> None:
+    tokens = np.concatenate([message(USER, words(1, 60)), message(TOOL, words(2, 63))])
+    assert [item.span.num_tokens for item in find_messages(tokens, BORDERS.before(tokens), 64)] == [
+        64
+    ]
+
+
+def tool_prompt(seed: int) -> Tokens:
+    return np.concatenate([message(USER, words(seed, 20)), message(TOOL, words(seed + 1, 200))])
+
+
+TOOL_BODY = Span(27, 228)
+
+
+def count(lessons: Lessons, *came: bool) -> list[list[Span]]:
+    """Show prompts with one long message each, which was seen before or not."""
+    shown = []
+    for seed, seen in enumerate(came):
+        runs = [TOOL_BODY] if seen else []
+        shown.append(lessons.choose(prompt_of(tool_prompt(10 * seed), runs)))
+    return shown
+
+
+def test_a_role_that_comes_again_is_learned_at_first_sight() -> None:
+    lessons = Lessons()
+    assert count(lessons, *[True] * 15, False) == [[TOOL_BODY]] * 15 + [[]]
+    assert count(lessons, False) == [[TOOL_BODY]]
+
+
+def test_half_of_a_role_must_have_come() -> None:
+    lessons = Lessons()
+    count(lessons, *[True] * 8, *[False] * 8)
+    assert count(lessons, False) == [[TOOL_BODY]]
+    assert count(lessons, False) == [[]]
+
+
+def test_only_the_last_messages_of_a_role_count() -> None:
+    lessons = Lessons()
+    count(lessons, *[False] * 100)
+    assert count(lessons, *[True] * 32, False)[-1] == [TOOL_BODY]
+
+
+@pytest.mark.parametrize(
+    ("run", "came"),
+    [
+        (Span(43, 200), True),
+        (Span(44, 200), False),
+        (Span(0, 128), True),
+        (Span(0, 127), False),
+    ],
+)
+def test_a_message_was_seen_if_half_of_it_was_from_its_start_on(run: Span, came: bool) -> None:
+    lessons = Lessons()
+    for seed in range(16):
+        lessons.choose(prompt_of(tool_prompt(seed), [run]))
+    assert count(lessons, False) == [[TOOL_BODY] if came else []]
+
+
+def test_what_was_served_counts_as_seen() -> None:
+    lessons = Lessons()
+    for seed in range(16):
+        lessons.choose(prompt_of(tool_prompt(seed), [], served=[TOOL_BODY]))
+    assert count(lessons, False) == [[TOOL_BODY]]
+
+
+def test_messages_of_an_exact_prefix_are_not_counted() -> None:
+    lessons = Lessons()
+    for seed in range(16):
+        lessons.choose(prompt_of(tool_prompt(seed), [TOOL_BODY], start=100))
+    assert count(lessons, False) == [[]]
+
+
+def test_tenants_are_counted_apart_and_forgotten() -> None:
+    lessons = Lessons()
+    count(lessons, *[True] * 16)
+    mine = prompt_of(tool_prompt(1), [])
+    other = Prompt("b", mine.tokens, mine.strengths, 0, [], [])
+    assert lessons.choose(other) == []
+    lessons.forget("b")
+    assert lessons.choose(mine) == [TOOL_BODY]
+    lessons.forget("a")
+    assert lessons.choose(mine) == []
+    count(lessons, *[True] * 16)
+    lessons.clear()
+    assert lessons.choose(mine) == []
+
+
+def test_headers_are_bounded() -> None:
+    lessons = Lessons(most_roles=1)
+    count(lessons, *[True] * 16)
+    others = np.concatenate([message(USER, words(7, 80)), words(8, 5)])
+    lessons.choose(prompt_of(others, []))
+    assert count(lessons, False) == [[]]
+
+
+def test_a_message_learned_as_a_whole_serves_its_parts() -> None:
+    lessons = Lessons()
+    count(lessons, *[True] * 16)
+    part = Span(60, 130)  # part of a message, not from its start on
+    assert lessons.choose(prompt_of(tool_prompt(5), [part])) == [TOOL_BODY]
+
+
+def test_lessons_are_chosen_fast() -> None:
+    lessons = Lessons()
+    tokens = np.concatenate([message(TOOL, words(at, 480)) for at in range(16)])
+    runs = [Span(484 * at + 10, 484 * at + 480) for at in range(16)]
+    prompt = prompt_of(tokens, runs)
+    assert milliseconds(lambda: lessons.choose(prompt)) < 1.5 * slowness()
