@@ -119,6 +119,12 @@ def test_what_was_learned_can_be_forgotten() -> None:
         assert heads.of("a", prompt) == 0
 
 
+def test_a_prompt_that_ends_first_says_nothing() -> None:
+    heads = Heads(BORDERS)
+    short = [heads.of("a", INSTRUCTION) for _ in range(5)]
+    assert [*short, heads.of("a", join(INSTRUCTION, text(9, 100)))] == [0] * 6
+
+
 @pytest.mark.parametrize("size", [0, 1, 5])
 def test_tiny_prompts_are_prompts(size: int) -> None:
     heads = Heads(BORDERS)
