@@ -114,6 +114,21 @@ def test_a_run_ends_where_the_earlier_prompt_ends() -> None:
     assert find(log, np.concatenate([one, two])) == [(0, 200), (200, 400)]
 
 
+def test_a_run_begins_where_the_earlier_prompt_begins() -> None:
+    log = new_log()
+    one, two = random_tokens(1, 200), random_tokens(2, 200)
+    add(log, one)
+    add(log, two)
+    assert find(log, np.concatenate([one[-30:], two])) == [(30, 230)]
+
+
+def test_the_same_text_is_remembered_at_two_places() -> None:
+    log = new_log()
+    for _ in range(5):
+        add(log, random_tokens(1, 300))
+        log.check()
+
+
 def test_tokens_in_front_that_do_not_matter_are_left_out() -> None:
     log = new_log()
     tokens = random_tokens(1, 400)
