@@ -96,11 +96,11 @@ class Admission:
     def add(self, attempt: AdmissionAttempt) -> Verdict:
         """Admit a request with whatever plan it can have; return SGLang's verdict."""
         req, state = attempt.req, attempt.state
+        if state.model not in (None, self._model.fingerprint):
+            self._follow_model(req, state)
         reason = state.fallback or _why_not(req, state)
         if reason is not None:
             return _add_plain(attempt, reason)
-        if state.model != self._model.fingerprint:
-            self._follow_model(req, state)
         if self.waits_for_builds(state):
             return waiting_verdict(state)  # and it is not looked up meanwhile
         with phase(Phase.MATCH):
@@ -156,7 +156,8 @@ class Admission:
     def _build_later(self, req: Req, state: RequestState, lookup: Lookup) -> None:
         """Build what a request lacked in the background, for those that come after it."""
         coming = self._storage.keys_coming(rid_of(req))
-        self._builder.enqueue(key for key in lookup.missing if key not in coming)
+        wanted = state.marked  # what was found and is gone was perhaps a part of a chunk
+        self._builder.enqueue(key for key in lookup.missing if key in wanted and key not in coming)
         if POLICIES[state.policy].trusts_memory:
             place_of = self._memories.place_of
             unknown = [hit.stored_key for hit in lookup.hits if place_of(hit) is None]

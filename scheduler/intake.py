@@ -1,6 +1,9 @@
 """Intake: what the scheduler does with a request when it arrives, before SGLang looks at it."""
 
+from __future__ import annotations
+
 import itertools
+import logging
 from array import array
 
 from sgl_blend.engine.objects import Received
@@ -25,10 +28,13 @@ from sgl_blend.protocol.request import (
 )
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import rejected_salt
+from sgl_blend.scheduler.finder import Finder, Search
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
+
+logger = logging.getLogger(__name__)
 
 _NUM_SINKS = 4
 """Tokens in front of a chunk that take the attention sink and are thrown away (EPIC's LegoLink-0)."""
@@ -44,6 +50,7 @@ class Intake:
         bos_token_id: What prompts of the model begin with, if there is one.
         switch: Whether requests are blended at present.
         longest: Tokens of the longest path that the model can prefill.
+        finder: Finds chunks in text without marks; None if only marks count.
     """
 
     def __init__(
@@ -55,7 +62,9 @@ class Intake:
         bos_token_id: int | None,
         switch: BlendSwitch,
         longest: int,
+        finder: Finder | None = None,
     ) -> None:
+        self._finder = finder
         self._config = config
         self._model = model
         self._separator_id = separator_id
@@ -90,21 +99,93 @@ class Intake:
             set_salt(received, rejected_salt(salt_of(received)))
             return self._plain(received, len(token_ids), FallbackReason.MALFORMED)
         set_received_ids(received, prompt.token_ids)
-        spans = self._reusable(prompt)
+        finder = self._finder
+        if finder is not None and finder.is_on and self._switch.is_on and _searches(overrides):
+            searched = self._search(finder, received, prompt, overrides)
+            if searched is not None:
+                return self._searched(finder, received, prompt, overrides, *searched)
+        spans = self._reusable(prompt, self._build_prefix(prompt))
         reason = _why_plain(overrides, spans)
         if reason is None and not self._switch.is_on:
             reason = FallbackReason.CANARY
         if reason is not None:
             return self._plain(received, len(prompt.token_ids), reason)
-        return self._blended(received, prompt, spans, overrides)
+        home = self._home(received, self._build_prefix(prompt))
+        return self._blended(received, prompt, spans, overrides, home)
 
-    def _reusable(self, prompt: ChunkedPrompt) -> tuple[Span, ...]:
+    def _reusable(self, prompt: ChunkedPrompt, prefix: bytes) -> tuple[Span, ...]:
         """Return the chunks that are long enough to be reused, and short enough to be built."""
-        if not prompt.spans:
-            return ()
-        prefix = len(self._build_prefix(prompt)) // prompt.token_ids.itemsize
-        least, most = self._config.blend_min_chunk_tokens, self._longest - prefix
+        most = self._longest - len(prefix) // prompt.token_ids.itemsize
+        least = self._config.blend_min_chunk_tokens
         return tuple(span for span in prompt.spans if least <= len(span) <= most)
+
+    def _home(self, received: Received, prefix: bytes) -> ChunkKey:
+        """Return where chunks of a request are stored, as a chunk of no tokens."""
+        salt = self._model.chunk_namespace(salt_of(received))
+        return ChunkKey(salt, request_class(received), prefix, b"")
+
+    def _search(
+        self, finder: Finder, received: Received, prompt: ChunkedPrompt, overrides: Overrides
+    ) -> tuple[Search, list[Span]] | None:
+        """Look for chunks in text without marks; None where that failed."""
+        try:
+            return self._find(finder, received, prompt, learns=overrides.find == "learned")
+        except Exception:  # a bug of ours must not end a server
+            logger.exception("sgl-blend: finding chunks failed, and is off from now on")
+            finder.num_failures += 1
+            return None
+
+    def _find(
+        self, finder: Finder, received: Received, prompt: ChunkedPrompt, *, learns: bool
+    ) -> tuple[Search, list[Span]]:
+        tokens, marks = prompt.token_ids, prompt.spans
+        tenant = f"{salt_of(received)!r} {request_class(received)!r}"
+        prefix = self._build_prefix(prompt)
+        if self._config.blend_build_prefix == "first":
+            if marks:
+                finder.name_head(tenant, tokens[: marks[0].start])
+            else:
+                prefix = finder.head(tenant, tokens).tobytes() or prefix
+        home = self._home(received, prefix)
+        most = self._longest - home.prefix_length
+        found = [span for span in finder.find(home, tokens, marks) if len(span) <= most]
+        return Search(tenant, home, len(tokens), learns), found
+
+    def _searched(
+        self,
+        finder: Finder,
+        received: Received,
+        prompt: ChunkedPrompt,
+        overrides: Overrides,
+        search: Search,
+        found: list[Span],
+    ) -> RequestState:
+        """Return the state of a request whose text without marks was searched, too."""
+        marked = self._reusable(prompt, search.home.prefix)
+        spans = tuple(sorted([*marked, *found], key=lambda span: span.start))
+        if spans:
+            state = self._blended(received, prompt, spans, overrides, search.home)
+        else:
+            state = self._plain(received, search.num_tokens, FallbackReason.NO_CHUNKS)
+            state.policy, state.ratio = overrides.policy, overrides.ratio
+            self._follow_namespace(finder, received, state, prompt.token_ids)
+        state.search = search
+        state.found = frozenset(spans.index(span) for span in found)
+        return state
+
+    def _follow_namespace(
+        self, finder: Finder, received: Received, state: RequestState, tokens: array[int]
+    ) -> None:
+        """Leave a prompt without chunks where more of it is stored.
+
+        A conversation that was blended once has its KV in the blended namespace. A later turn of which
+        nothing is found goes on there.
+        """
+        extra_key, blended = request_class(received), state.blended_namespace(self._model)
+        there = finder.stored_prefix(tokens, blended, extra_key)
+        if there > 0 and there > finder.stored_prefix(tokens, salt_of(received), extra_key):
+            state.model = self._model.fingerprint
+            set_salt(received, blended)
 
     def _blended(
         self,
@@ -112,15 +193,14 @@ class Intake:
         prompt: ChunkedPrompt,
         spans: tuple[Span, ...],
         overrides: Overrides,
+        home: ChunkKey,
     ) -> RequestState:
         client_salt = salt_of(received)
-        prefix = self._build_prefix(prompt)
-        salt = self._model.chunk_namespace(client_salt)
         keys = tuple(
             ChunkKey(
-                salt=salt,
-                extra_key=request_class(received),
-                prefix=prefix,
+                salt=home.salt,
+                extra_key=home.extra_key,
+                prefix=home.prefix,
                 tokens=prompt.token_ids[span.start : span.stop].tobytes(),
             )
             for span in spans
@@ -141,14 +221,20 @@ class Intake:
 
     def _build_prefix(self, prompt: ChunkedPrompt) -> bytes:
         """Return what the prompt's chunks are built after."""
-        first = prompt.token_ids[: prompt.spans[0].start]
+        tokens = prompt.token_ids
+        if prompt.spans and self._config.blend_build_prefix == "first":
+            first = tokens[: prompt.spans[0].start]
+            if len(first) <= self._config.blend_max_build_prefix:
+                return first.tobytes()
+        return self._short_prefix(tokens.typecode)
+
+    def _short_prefix(self, typecode: str) -> bytes:
+        """Return what stands before chunks where no text of the prompt does."""
         kind = self._config.blend_build_prefix
-        if kind == "first" and len(first) <= self._config.blend_max_build_prefix:
-            return first.tobytes()
         if kind == "none" or self._bos_token_id is None:
             return b""
         repeats = _NUM_SINKS if kind == "sinks" else 1
-        return array(first.typecode, [self._bos_token_id] * repeats).tobytes()
+        return array(typecode, [self._bos_token_id] * repeats).tobytes()
 
     def _plain(self, received: Received, num_tokens: int, reason: FallbackReason) -> RequestState:
         return RequestState(
@@ -160,6 +246,10 @@ class Intake:
             ratio=self._config.blend_recompute_ratio,
             fallback=reason,
         )
+
+
+def _searches(overrides: Overrides) -> bool:
+    return overrides.enabled and overrides.find != "marks"
 
 
 def _why_plain(overrides: Overrides, spans: tuple[Span, ...]) -> FallbackReason | None:

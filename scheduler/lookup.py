@@ -165,12 +165,14 @@ class Lookups:
         limit = state.num_tokens - 1
         matches = []
         key, first = state.keys[0], state.spans[0]
-        end = first.start * tokens.itemsize
+        # Without marks the build prefix may end long before the first chunk that was found.
+        begin = first.start if state.search is None else key.prefix_length
+        end = begin * tokens.itemsize
         if memoryview(tokens).cast("B")[:end] == key.prefix:
             head = self._store.find_prefix(
-                tokens, salt=key.salt, extra_key=key.extra_key, limit=first.start
+                tokens, salt=key.salt, extra_key=key.extra_key, limit=begin
             )
-            if hits and hits[0].span == first and not hits[0].is_rounded:
+            if hits and hits[0].span == first and first.start == begin and not hits[0].is_rounded:
                 hits[0] = _from_the_beginning(hits[0], head)
                 head = hits[0].match
             matches.append(head)

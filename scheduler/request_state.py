@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import ModelFingerprint
 from sgl_blend.report import BlendReport
+from sgl_blend.scheduler.finder import Search
 from sgl_blend.scheduler.loaded_model import LoadedModel
 
 ATTRIBUTE = "sgl_blend"
@@ -98,6 +99,8 @@ class RequestState:
         admissions: How often it was admitted; a retracted request is admitted again.
         missed: Chunks that were ever missing; they were built for it, if they are stored now.
         remembered: What scheduler/lookup.py found when it was last considered for admission.
+        search: What was looked for in its text without marks; None if nothing was.
+        found: Which of its chunks were found there, by their place in spans.
         counted: Whether its report is in the totals.
         report: What was done for it, kept current.
         told: The report as the client gets it. SGLang holds this dict; it is changed in place.
@@ -140,6 +143,8 @@ class RequestState:
     admissions: int = 0
     missed: set[ChunkKey] = field(default_factory=set)
     remembered: object = None
+    search: Search | None = None
+    found: frozenset[int] = frozenset()
     counted: bool = False
     report: BlendReport = field(init=False)
     told: dict[str, Any] = field(default_factory=dict)
@@ -182,6 +187,11 @@ class RequestState:
         if self.fallback is None and not there:
             self.fallback = FallbackReason.MALFORMED
 
+    @property
+    def marked(self) -> frozenset[ChunkKey]:
+        """Chunks that the client named."""
+        return frozenset(key for i, key in enumerate(self.keys) if i not in self.found)
+
     def blended_namespace(self, model: LoadedModel) -> str:
         """Name the namespace of the request's blended KV."""
         return model.blended_namespace(
@@ -193,6 +203,9 @@ class RequestState:
         self.model = model.fingerprint
         salt = model.chunk_namespace(self.client_salt)
         self.keys = tuple(msgspec.structs.replace(key, salt=salt) for key in self.keys)
+        if self.search is not None:
+            home = msgspec.structs.replace(self.search.home, salt=salt)
+            self.search = replace(self.search, home=home)
         self.build_rounds, self.builds_alone, self.waits_for = 0, False, ()
 
     def retire_plan(self) -> None:
@@ -224,6 +237,7 @@ class RequestState:
             self.ratio,
             serial=self.serial,
             model=self.model,
+            found=frozenset(number for number in self.found if number < count),
             counted=True,
         )
 
@@ -245,6 +259,9 @@ class RequestState:
         self.copied_tokens = self.told_tokens = 0
         self.admissions += 1
         self.report = self._new_report(
+            found_tokens=sum(
+                len(self.spans[i]) for i in self.found if self.spans[i].start in hit_starts
+            ),
             chunk_hits=len(hit_starts),
             chunk_misses=len(missing),
             host_tokens=self.host_tokens,

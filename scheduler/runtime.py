@@ -12,12 +12,7 @@ from sgl_blend.engine.admission import (
     was_admitted,
 )
 from sgl_blend.engine.forward import (
-    has_embeddings,
-    join_outputs,
     request_ids,
-    step_lengths,
-    step_starts,
-    take_requests,
 )
 from sgl_blend.engine.objects import (
     Call,
@@ -39,6 +34,7 @@ from sgl_blend.engine.requests import (
     is_health_check,
     match_again,
     prefix_length,
+    prompt_ids,
     rid_of,
     step_range,
     tell_client,
@@ -56,10 +52,13 @@ from sgl_blend.scheduler.attempt import AdmissionAttempt
 from sgl_blend.scheduler.builds import ChunkBuilder
 from sgl_blend.scheduler.canary import Canary
 from sgl_blend.scheduler.compute_budget import Allowance
+from sgl_blend.scheduler.finder import Finder
+from sgl_blend.scheduler.forwards import Forwards
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal, keeps_apart
+from sgl_blend.scheduler.learner import Learner
 from sgl_blend.scheduler.loaded_model import LoadedModel
-from sgl_blend.scheduler.probes import Memories, run_probe
+from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState, state_of
 from sgl_blend.scheduler.rounds import Rounds
 from sgl_blend.scheduler.storage_tier import StorageTier
@@ -84,6 +83,8 @@ class BlendRuntime:
         storage: Asks storage for chunks.
         probation: What the tree evicts first.
         weight_orders: Tells when weights have changed.
+        finder: Finds chunks in text without marks; None if only marks count.
+        learner: Makes chunks of text that comes again; None unless asked for.
     """
 
     def __init__(
@@ -102,6 +103,8 @@ class BlendRuntime:
         metrics: BlendMetrics,
         shares: FairShare,
         probation: Probation,
+        finder: Finder | None,
+        learner: Learner | None,
         scheduler: Scheduler,
         tree: Tree,
         description: dict[str, Any],
@@ -122,7 +125,11 @@ class BlendRuntime:
         self._scheduler = scheduler
         self._tree = tree
         self._description = description
+        self.finder = finder
+        self.learner = learner
         self._planned: dict[str, tuple[Req, RequestState]] = {}
+        builders = [builder, prober, *([] if learner is None else [learner.builder])]
+        self._forwards = Forwards(fusor, memories, builders, prober, self._planned)
         self.weight_orders = WeightOrders(model.tp_group, self.weights_changed)
 
     # --- admission ---
@@ -229,57 +236,10 @@ class BlendRuntime:
         self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
     ) -> ModelOutput:
         """Run one forward; called in place of ModelRunner._forward_raw, which is orig."""
-        output = self._forward_apart(orig, runner, batch, args)
+        output = self._forwards.run(orig, runner, batch, args)
         if self.canary is not None:
             self.canary.capture(request_ids(batch), output)
         return output
-
-    def _forward_apart(
-        self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
-    ) -> ModelOutput:
-        """Run builds one by one and everything else together."""
-        rids = request_ids(batch)
-        running = {**self.builder.in_flight, **self.prober.in_flight}
-        builds = [i for i, rid in enumerate(rids) if rid in running]
-        if builds and len(rids) > 1:
-            others = [i for i in range(len(rids)) if i not in builds]
-            groups = [[i] for i in builds] + ([others] if others else [])
-            outputs = [
-                (group, self._forward_group(orig, runner, take_requests(batch, group), args))
-                for group in groups
-            ]
-            return join_outputs(outputs)
-        return self._forward_group(orig, runner, batch, args)
-
-    def _forward_group(
-        self, orig: Stock, runner: ModelRunner, batch: ForwardBatch, args: Call
-    ) -> ModelOutput:
-        rids = request_ids(batch)
-        if len(rids) == 1 and (probe := self.prober.in_flight.get(rids[0])) is not None:
-            return run_probe(self._fusor, self._memories, batch, probe)
-        steps = self._step_plans(batch)
-        if any(steps) and has_embeddings(batch):
-            for rid, step in zip(request_ids(batch), steps, strict=True):
-                if step is not None:
-                    req, state = self._planned[rid]
-                    state.count_whole(step, layers=self._fusor.layers)
-                    count_cached(req, state.take_untold())
-            steps = []
-        if not any(steps):
-            output: ModelOutput = orig(runner, batch, *args[0], **args[1])
-            return output
-        return self._fusor.run(batch, steps)
-
-    def _step_plans(self, batch: ForwardBatch) -> list[StepPlan | None]:
-        steps: list[StepPlan | None] = []
-        for rid, start, length in zip(
-            request_ids(batch), step_starts(batch), step_lengths(batch), strict=True
-        ):
-            planned = self._planned.get(rid)
-            step = None if planned is None else planned[1].steps.get(start)
-            assert step is None or step.stop == start + length, "a step runs as it was admitted"
-            steps.append(step)
-        return steps
 
     @property
     def has_work(self) -> bool:
@@ -304,6 +264,8 @@ class BlendRuntime:
                 if not state.counted:  # a retracted request is prefilled again
                     if not is_health_check(req):
                         self._metrics.add(state.report)
+                        if self.learner is not None:
+                            self.learner.finished(state, prompt_ids(req))
                     state.counted = True
                 self.release(req)
 
@@ -325,12 +287,19 @@ class BlendRuntime:
         """Note that the tree is about to evict."""
         self.admission.before_evict()
         self._shares.before_evict(num_tokens)
+        if self.finder is not None:
+            self.finder.evicted(num_tokens)
 
     def before_reset(self) -> None:
         """Note that the tree is about to forget everything."""
         self.admission.before_reset()
         self._model.tree_was_reset()
         self.probation.clear()
+        if self.finder is not None:
+            self.finder.clear()
+            self.finder.forget_heads()
+        if self.learner is not None:
+            self.learner.clear()
 
     # --- what an operator does ---
 
@@ -362,6 +331,8 @@ class BlendRuntime:
         if self._fusor.graphs is not None:
             self._fusor.graphs.weights_changed()
         self.admission.weights_changed()
+        if self.finder is not None:
+            self.finder.clear()
         self.forget_pending()
         for _, state in self._planned.values():
             self._drop_plan(state)
@@ -390,8 +361,13 @@ class BlendRuntime:
             "pool": pool_use(self._tree),
             "storage": self.storage.describe(),
             "chunks_protected": self._shares.num_chunks,
+            "finding": None if self.finder is None else self._describe_finding(self.finder),
             "canary": None if self.canary is None else self.canary.describe(),
         }
+
+    def _describe_finding(self, finder: Finder) -> dict[str, Any]:
+        learner = {} if self.learner is None else self.learner.describe()
+        return {**finder.describe(), **learner}
 
 
 def _is_over(req: Req) -> bool:

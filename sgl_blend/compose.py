@@ -1,46 +1,32 @@
 """A loaded scheduler becomes a runtime: it is checked, measured and wired."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sgl_blend.compose_finding import make_finding, make_learner
+from sgl_blend.compose_fusion import Fusion, make_fusion
 from sgl_blend.engine.compatibility import (
-    check_layers,
-    check_model,
-    check_runner,
     check_server_args,
 )
 from sgl_blend.engine.facts import ServerFacts, read_facts
-from sgl_blend.engine.graph_capture import CudaRecorder, graphs_may_be_paused
 from sgl_blend.engine.models import (
-    decoder_layers,
-    layer_pools,
     longest_prompt,
-    model_dtype,
-    query_heads,
 )
 from sgl_blend.engine.objects import Scheduler
 from sgl_blend.engine.prefetch import prepare_storage
-from sgl_blend.engine.rotary import read_rotary_embedding
 from sgl_blend.engine.rounds import vocab_size
 from sgl_blend.engine.tiers import has_host_tier, host_token_bytes, trial_loads
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.engine.weights import weights_digest
 from sgl_blend.errors import ConfigError, UnsupportedError
-from sgl_blend.fusion.fusor import Fusor
-from sgl_blend.fusion.graphs import RowBucketGraphs
-from sgl_blend.fusion.layouts.mha import MHALayout
-from sgl_blend.fusion.memory import DeviationMemory
-from sgl_blend.fusion.plan import LayerSplit
-from sgl_blend.fusion.rotation import Rotation, check_rotation, rotation_errors
-from sgl_blend.fusion.row_sizes import NO_SIZES, RowSizes
-from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics, StorageMetrics
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
-from sgl_blend.radix_ext.chunk_store import ChunkStore
+from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.radix_ext.namespaces import architecture
 from sgl_blend.radix_ext.probation import Probation
@@ -66,41 +52,11 @@ from sgl_blend.storage.codec.coder import Rotation as StoredRotation
 from sgl_blend.storage.codec.collector import COLLECT
 from sgl_blend.storage.codec.levels import check_levels, read_profile
 from sgl_blend.storage.codec.stored_levels import StoredLevels
-from sgl_blend.tuning.cost_model import CostModel, measure
-from sgl_blend.tuning.kernel_choice import choose_kernel, fixed_kernel
+from sgl_blend.tuning.cost_model import CostModel
 from sgl_blend.tuning.links import TimedLoad, fit_speed
 from sgl_blend.tuning.loading import ModelTimes
-from sgl_blend.tuning.row_sizes import measure_sizes
-from sgl_blend.tuning.trial import run_trial
-from sgl_blend.tuning.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
-
-_MEMORIES = 4
-"""How many times the tokens of the pool deviations are remembered of."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Fusion:
-    """The blended forward of a model, and what was measured of it.
-
-    Attributes:
-        fusor: Runs it.
-        memory_tokens: Of how many tokens it can remember deviations.
-        cost_model: When it is faster than a full prefill; None if that does not count.
-        times: What a prefill takes; None if nothing goes by it.
-        sizes: Numbers of rows that it multiplies well.
-        rotation: Of its keys.
-        described: For /server_info.
-    """
-
-    fusor: Fusor
-    memory_tokens: int
-    cost_model: CostModel | None
-    times: CostModel | None
-    sizes: RowSizes
-    rotation: Rotation
-    described: dict[str, Any]
 
 
 def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
@@ -114,7 +70,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     model_architecture = architecture(facts.architecture)
     quality = _quality(config, model_architecture)
     tp_group = this_group()
-    fusion = _make_fusion(config, scheduler, facts, tp_group)
+    fusion = make_fusion(config, scheduler, facts, tp_group)
     separator = _separator(config, facts)
     model = LoadedModel(
         f"{model_architecture} {facts.dtypes}",
@@ -130,15 +86,22 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     build_first = config.blend_on_miss == "build"
     tokens = step_tokens(scheduler, build_first=build_first)
     served = ServedTime()
-    builder = ChunkBuilder(
-        scheduler,
-        store,
-        tp_group,
-        StepPlanner(store, tokens),
-        kind="build",
-        budget=BuildBudget(served, BUILD_SHARE),
-        on_built=(store.remember, shares.built),
-    )
+    finding = make_finding(config, facts, store, tp_group)
+    finder = None if finding is None else finding.finder
+
+    def make_builder(kind: str, on_built: Sequence[Callable[[ChunkKey], None]]) -> ChunkBuilder:
+        return ChunkBuilder(
+            scheduler,
+            store,
+            tp_group,
+            StepPlanner(store, tokens),
+            kind=kind,
+            budget=BuildBudget(served, BUILD_SHARE),
+            on_built=on_built,
+        )
+
+    on_built = [store.remember, shares.built, *([] if finder is None else [finder.built])]
+    builder = make_builder("build", on_built)
     longest = longest_prompt(facts.runner) - 1  # SGLang serves no longer ones
     memories = Memories(store, vocab_size(scheduler), fusion.memory_tokens, longest)
     prober = ChunkBuilder(
@@ -155,7 +118,9 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     }
     switch, canary = BlendSwitch(), None
     pieces = Pieces(scheduler, store, model, tp_group, num_layers=fusion.fusor.layers.total)
-    jobs: list[BackgroundJob] = [pieces, builder, prober]
+    learner = make_learner(config, finding, partial(make_builder, "learn"), on_built)
+    learned = [] if learner is None else [learner.builder]
+    jobs: list[BackgroundJob] = [pieces, builder, *learned, prober]
     if config.blend_canary_rate > 0:
         canary = Canary(
             scheduler,
@@ -193,6 +158,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             bos_token_id=facts.bos_token_id,
             switch=switch,
             longest=longest,
+            finder=finder,
         ),
         admission=Admission(
             store,
@@ -220,6 +186,8 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         metrics=BlendMetrics(**publish),
         shares=shares,
         probation=probation,
+        finder=finder,
+        learner=learner,
         scheduler=scheduler,
         tree=facts.tree,
         description={
@@ -241,7 +209,7 @@ def _separator(config: BlendConfig, facts: ServerFacts) -> Separator | None:
 
 
 def _stored_levels(
-    config: BlendConfig, fusion: _Fusion, model: LoadedModel, tp_group: TPGroup
+    config: BlendConfig, fusion: Fusion, model: LoadedModel, tp_group: TPGroup
 ) -> StoredLevels | None:
     """Read at which levels chunks are stored; None: nothing is lost."""
     if (path := config.blend_store_profile) is None:
@@ -274,7 +242,7 @@ def _stored_levels(
     return StoredLevels(names, profile, rotation)
 
 
-def _model_times(times: CostModel, fusion: _Fusion, token_bytes: int) -> ModelTimes:
+def _model_times(times: CostModel, fusion: Fusion, token_bytes: int) -> ModelTimes:
     layers = fusion.fusor.layers
     return ModelTimes(
         layers.total, layers.check, token_bytes // layers.total, times.layer_s, times.copy_s
@@ -283,7 +251,7 @@ def _model_times(times: CostModel, fusion: _Fusion, token_bytes: int) -> ModelTi
 
 def _level_choice(
     config: BlendConfig,
-    fusion: _Fusion,
+    fusion: Fusion,
     facts: ServerFacts,
     model: LoadedModel,
     tp_group: TPGroup,
@@ -298,7 +266,7 @@ def _level_choice(
 
 
 def _loading_controller(
-    fusion: _Fusion, facts: ServerFacts, tp_group: TPGroup
+    fusion: Fusion, facts: ServerFacts, tp_group: TPGroup
 ) -> LoadingController | None:
     """Measure how fast host memory is; None where everything that is found is loaded."""
     if fusion.cost_model is None or not has_host_tier(facts.tree):
@@ -307,80 +275,6 @@ def _loading_controller(
     times = _model_times(fusion.cost_model, fusion, token_bytes)
     trial = [TimedLoad(*load) for load in trial_loads(facts.tree)]
     return LoadingController(times, fit_speed(trial), token_bytes, tp_group)
-
-
-def _make_fusion(
-    config: BlendConfig, scheduler: Scheduler, facts: ServerFacts, tp_group: TPGroup
-) -> _Fusion:
-    """Check the model, choose a kernel, try the forward and measure it."""
-    runner = facts.runner
-    check_model(runner)
-    check_runner(runner, config.blend_check_layer)
-    layers, dtype = decoder_layers(runner), model_dtype(runner)
-    check_layers(layers)
-    rotation = Rotation(read_rotary_embedding(layers))
-    errors = rotation_errors(rotation, dtype, longest_prompt(runner))
-    if not config.blend_eval:  # an evaluation is to see how wrong it is
-        check_rotation(errors, dtype)
-    split = LayerSplit(config.blend_check_layer, len(layers))
-    pools = layer_pools(runner)
-    layout = MHALayout(pools, neox=rotation.neox)
-    heads = query_heads(layers[-1])
-    kernel = choose_kernel(config.blend_attention, pools, heads, dtype, tp_group)
-    # Two bytes a token, a hundred thousandth of its KV: room for chunks that were evicted, too.
-    memory = DeviationMemory(_MEMORIES * pools.v[0].shape[0], pools.v[0].device)
-    graphs = _graphs(config, scheduler, facts, split, kernel, tp_group)
-    fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory, graphs)
-    run_trial(fusor, scheduler, config)
-    if layout.is_on_gpu:
-        warm_up(runner, layers[-1], pools, kernel, rotation, facts.most_requests)
-    if graphs is not None:
-        graphs.capture()
-        if graphs.buckets:
-            run_trial(fusor, scheduler, config)  # once more, now with them
-    may_depend = config.blend_on_miss != "build"
-    goes_by_times = config.blend_when == "faster" or config.blend_store_profile is not None
-    times = None
-    if may_depend and goes_by_times:
-        times = CostModel(measure(runner, layers[-1], pools, kernel, rotation, tp_group), split)
-    cost_model = times if config.blend_when == "faster" else None
-    sizes = NO_SIZES
-    if may_depend:  # else an answer may not depend on how fast this machine was
-        sizes = measure_sizes(runner, layers[-1], pools.v[0].device, tp_group)
-    ratio = config.blend_recompute_ratio
-    return _Fusion(
-        fusor,
-        len(memory),
-        cost_model,
-        times,
-        sizes,
-        rotation,
-        {
-            "attention": kernel.name,
-            "dtype": str(dtype).removeprefix("torch."),
-            "least_rows": None if cost_model is None else cost_model.least_rows(ratio),
-            "row_sizes": list(sizes.sizes),
-            "rotation_errors": {str(delta): error for delta, error in errors.items()},
-        },
-    )
-
-
-def _graphs(
-    config: BlendConfig,
-    scheduler: Scheduler,
-    facts: ServerFacts,
-    layers: LayerSplit,
-    kernel: RaggedKernel,
-    tp_group: TPGroup,
-) -> RowBucketGraphs | None:
-    """Return the graphs of a server, not captured yet; None where there is nothing to capture."""
-    fixed = fixed_kernel(kernel)
-    if config.blend_cuda_graph == "off" or fixed is None or not fixed.can_be_captured:
-        return None
-    if graphs_may_be_paused(facts.args):
-        logger.info("sgl-blend: no CUDA graphs with SGLANG_MEMORY_SAVER_CUDA_GRAPH")
-        return None
-    return RowBucketGraphs(scheduler, layers, fixed, CudaRecorder(tp_group), tp_group)
 
 
 def _quality(config: BlendConfig, model_architecture: str) -> str:

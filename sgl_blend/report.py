@@ -18,6 +18,7 @@ class BlendReport(msgspec.Struct, kw_only=True):
         computed_tokens: Tokens that were prefilled as usual.
         layer_rows: Computed tokens, added up over all layers: the true cost. A full prefill has tokens
             times layers.
+        found_tokens: Tokens of chunks that were found without a mark and of which KV was used.
         chunk_hits: Chunks after the prefix of which KV was found.
         chunk_misses: Chunks after the prefix that were not stored.
         host_tokens: Tokens of chunks and of its exact prefix that were brought back from host memory.
@@ -36,6 +37,7 @@ class BlendReport(msgspec.Struct, kw_only=True):
     recomputed_tokens: int = 0
     computed_tokens: int = 0
     layer_rows: int = 0
+    found_tokens: int = 0
     chunk_hits: int = 0
     chunk_misses: int = 0
     host_tokens: int = 0

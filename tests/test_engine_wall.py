@@ -19,7 +19,7 @@ UNTYPED = {
     "evaluation/plot.py": {"axes"},
     "evaluation/prompts.py": {"tokenizer"},
     "protocol/gate.py": {"params", "preferred"},
-    "protocol/request.py": {"custom_params", "offsets", "value"},
+    "protocol/request.py": {"custom_params", "find", "offsets", "value"},
     "protocol/separator.py": {"tokenizer"},
     "settings/config.py": {"value"},
     "sgl_blend/__init__.py": set(),

@@ -16,6 +16,7 @@ LAYERS = (
     {"protocol", "fusion"},
     {"tuning", "radix_ext", "finding"},
     {"scheduler"},
+    {"compose_fusion", "compose_finding"},
     {"compose"},
     {"plugin"},
     {"client", "sgl_blend"},

@@ -19,6 +19,7 @@ COUNTS = (
     "reused_tokens",
     "recomputed_tokens",
     "computed_tokens",
+    "found_tokens",
     "chunk_hits",
     "chunk_misses",
     "host_tokens",

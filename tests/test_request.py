@@ -303,3 +303,25 @@ def test_a_policy_that_does_not_exist_is_refused_and_the_message_lists_those_tha
 def test_a_switch_that_is_no_boolean_is_refused(enabled: Any) -> None:
     with pytest.raises(RequestError, match=r"^sgl_blend must be true or false, got "):
         parse_overrides({"sgl_blend": enabled}, CONFIG)
+
+
+def test_a_request_finds_what_the_server_does() -> None:
+    assert parse_overrides({}, BlendConfig(enable_blend=True, blend_find="known")).find == "known"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (True, "sgl_blend_find must be one of marks, known, learned, got True"),
+        ("all", "sgl_blend_find must be one of marks, known, learned, got 'all'"),
+        (
+            "learned",
+            "sgl_blend_find learned needs a server that was started with --blend-find learned",
+        ),
+    ],
+)
+def test_a_request_may_not_find_more_than_the_server(asked: Any, sentence: str) -> None:
+    config = BlendConfig(enable_blend=True, blend_find="known")
+    with pytest.raises(RequestError, match=f"^{sentence}$"):
+        parse_overrides({"sgl_blend_find": asked}, config)
+    assert parse_overrides({"sgl_blend_find": "marks"}, config).find == "marks"

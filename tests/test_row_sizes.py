@@ -160,7 +160,7 @@ def _measure_where_it_matters(driver: Driver) -> list[bool]:
     """Compose again on a machine that measures, with and without build first."""
     from unittest.mock import patch
 
-    from sgl_blend import compose
+    from sgl_blend import compose_fusion
     from sgl_blend.engine.facts import read_facts
     from sgl_blend.engine.tp_group import this_group
     from sgl_blend.settings.config import BlendConfig
@@ -169,8 +169,8 @@ def _measure_where_it_matters(driver: Driver) -> list[bool]:
     for on_miss in ("compute", "build"):
         config = BlendConfig(enable_blend=True, blend_check_layer=1, blend_on_miss=on_miss)
         facts = read_facts(driver.scheduler)
-        with patch.object(compose, "measure_sizes", lambda *_: RowSizes((128,))):
-            fusion = compose._make_fusion(config, driver.scheduler, facts, this_group())
+        with patch.object(compose_fusion, "measure_sizes", lambda *_: RowSizes((128,))):
+            fusion = compose_fusion.make_fusion(config, driver.scheduler, facts, this_group())
         found.append(fusion.sizes == RowSizes((128,)))
     return found
 

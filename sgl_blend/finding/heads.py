@@ -112,11 +112,25 @@ class Heads:
         known.remember(beginning)
         if named <= best:
             return best
-        if len(known.heads) == self._most_heads:
+        self._name(known, beginning[:named])
+        return named
+
+    def name(self, tenant: str, head: NDArray[np.integer[Any]]) -> None:
+        """Take what stands before a client's first mark for a head.
+
+        Args:
+            tenant: Whose prompt it is.
+            head: Integers [n]. What is shorter or longer than heads are is left out.
+        """
+        if _LEAST_TOKENS <= len(head) <= self._limit:
+            self._name(self._tenant(tenant), np.ascontiguousarray(head, np.int32))
+
+    def _name(self, known: _Tenant, head: Tokens) -> None:
+        known.heads[head.tobytes()] = None
+        known.heads.move_to_end(head.tobytes())
+        if len(known.heads) > self._most_heads:
             known.heads.popitem(last=False)
             self.num_forgotten += 1
-        known.heads[beginning[:named].tobytes()] = None
-        return named
 
     def forget(self, tenant: str) -> None:
         """Forget what was learned of a tenant."""

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend.errors import RequestError
-from sgl_blend.settings.config import BlendConfig, check_milliseconds, check_policy, check_ratio
+from sgl_blend.settings.config import (
+    FIND,
+    BlendConfig,
+    check_milliseconds,
+    check_policy,
+    check_ratio,
+)
 
 PARAM_PREFIX = "sgl_blend"
 RESERVED_SALT = "sgl-blend:"
@@ -21,6 +27,8 @@ PARAMS = {
     "sgl_blend_policy": "A policy by name, in place of --blend-policy.",
     "sgl_blend_slo_ms": "Milliseconds in which the first token is wanted, a positive number, in place "
     "of --blend-ttft-slo-ms. Chunks come from storage at the finest level that is there in time.",
+    "sgl_blend_find": "marks, known or learned, in place of --blend-find. It may ask for less than the "
+    "server does, not for more.",
     "sgl_blend_spans": "Chunks by token offsets, a flat list [start0, end0, start1, end1, ...]. Spans "
     "ascend, hold a token at least and do not overlap. Separators then mark nothing.",
 }
@@ -48,6 +56,7 @@ class Overrides:
     ratio: float
     policy: str
     offsets: tuple[int, ...] | None
+    find: str = "marks"
     slo_ms: float | None = None
 
 
@@ -84,13 +93,29 @@ def parse_overrides(custom_params: Mapping[str, Any] | None, config: BlendConfig
     offsets = params.get("sgl_blend_spans")
     if offsets is not None:
         offsets = _check_offsets(offsets)
+    find = params.get("sgl_blend_find", config.blend_find)
+    _check_find(find, config.blend_find)
     slo_ms = params.get("sgl_blend_slo_ms", config.blend_ttft_slo_ms)
     if slo_ms is not None:
         check_milliseconds("sgl_blend_slo_ms", slo_ms, RequestError)
         slo_ms = float(slo_ms)
     return Overrides(
-        enabled=enabled, ratio=float(ratio), policy=policy, offsets=offsets, slo_ms=slo_ms
+        enabled=enabled,
+        ratio=float(ratio),
+        policy=policy,
+        offsets=offsets,
+        find=find,
+        slo_ms=slo_ms,
     )
+
+
+def _check_find(find: Any, offered: str) -> None:
+    if not isinstance(find, str) or find not in FIND:
+        raise RequestError(f"sgl_blend_find must be one of {', '.join(FIND)}, got {find!r:.80}")
+    if FIND.index(find) > FIND.index(offered):
+        raise RequestError(
+            f"sgl_blend_find {find} needs a server that was started with --blend-find {find}"
+        )
 
 
 def _check_offsets(offsets: Any) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ WHEN = ("faster", "always")
 CUDA_GRAPH = ("on", "off")
 ATTENTION = ("auto", "flashinfer", "triton", "torch")
 BUILD_PREFIXES = ("first", "bos", "none", "sinks")
+FIND = ("marks", "known", "learned")
+"""Where chunks are looked for; each is a part of what the next one does."""
 
 FORMER_NAMES = {"blend_profile": "blend_preset"}
 """Settings that are still known by an earlier name."""
@@ -46,6 +48,11 @@ _HELP = {
     "four BOS tokens that are thrown away (EPIC's LegoLink-0).",
     "blend_max_build_prefix": "With --blend-build-prefix first: a text of more tokens than this "
     "is replaced by BOS.",
+    "blend_find": "Where chunks are looked for. marks: only where the client marked them. known: "
+    "stored chunks are found in unmarked text, too. learned: text that comes again becomes a chunk "
+    "besides. With --blend-on-miss build only marks is allowed.",
+    "blend_learn_share": "With --blend-find learned: at most so many tokens are built in the "
+    "background per token that is computed for clients, from 0 to 1.",
     "blend_preset": "File that sgl-blend verify wrote for this model. Flags that are left at "
     "their default are taken from it. A preset of another model is refused.",
     "blend_eval": "For evaluations only. Allow policies that prefill in full before they "
@@ -99,6 +106,8 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     blend_on_miss: str = "compute"
     blend_build_prefix: str = "first"
     blend_max_build_prefix: int = 1024
+    blend_find: str = "marks"
+    blend_learn_share: float = 0.15
     blend_preset: str | None = None
     blend_eval: bool = False
     blend_canary_rate: float = 0.0
@@ -135,6 +144,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self.blend_max_build_prefix >= 0,
             f"blend_max_build_prefix must not be negative, got {self.blend_max_build_prefix}",
         )
+        self._check_finding()
         _require(self.blend_store_key_file != "", "blend_store_key_file must not be empty")
         _require(self.blend_store_profile != "", "blend_store_profile must not be empty")
         self._check_levels()
@@ -155,6 +165,19 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
         idle = [] if self.enable_blend else self._changed()
         _require(not idle, f"{', '.join(idle)} has no effect without enable_blend")
+
+    def _check_finding(self) -> None:
+        _require_choice("blend_find", self.blend_find, FIND)
+        check_ratio("blend_learn_share", self.blend_learn_share, ConfigError)
+        _require(
+            self.blend_find == "marks" or self.blend_on_miss != "build",
+            f"blend_find {self.blend_find} is not allowed with blend_on_miss build: what is found "
+            "depends on what the cache holds, and answers would, too",
+        )
+        _require(
+            self.blend_find == "learned" or "blend_learn_share" not in self._changed(),
+            "blend_learn_share has no effect without blend_find learned",
+        )
 
     def _check_levels(self) -> None:
         if self.blend_store_levels is None:

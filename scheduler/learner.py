@@ -1,0 +1,152 @@
+"""Learning: text that comes again becomes a chunk.
+
+When the prefill of a request is done, its prompt is compared with earlier ones of its tenant. What an
+earlier one held is built in the background, and found from then on. Tokens and counts decide, no clock,
+so all ranks of a model learn alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import OrderedDict
+
+import msgspec
+
+from sgl_blend.finding.borders import Borders
+from sgl_blend.finding.lessons import Lessons, Prompt
+from sgl_blend.finding.sightings import Sightings
+from sgl_blend.finding.spans import Span as Piece
+from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.finder import Search, beginning, ids_of
+from sgl_blend.scheduler.request_state import RequestState
+
+logger = logging.getLogger(__name__)
+
+_MOST_CREDIT = 16_384
+"""Tokens that may be built at first, and after a time in which nothing came again."""
+_MOST_COMING = 4_096
+
+
+class Learner:
+    """Makes chunks of text that comes again; owned by the scheduler thread.
+
+    Args:
+        sightings: Earlier prompts.
+        lessons: Chooses chunks.
+        borders: Of the tokenizer.
+        builder: Builds them.
+        share: Tokens that may be built per token that is prefilled for clients; 0 builds nothing.
+
+    Attributes:
+        num_chunks: Chunks that were given to the builder.
+        num_tokens: Their tokens.
+        num_unpaid: Chunks that were not built, because too little was prefilled.
+        num_failures: Errors of the learner. After the first it learns no more.
+    """
+
+    def __init__(
+        self,
+        sightings: Sightings,
+        lessons: Lessons,
+        borders: Borders,
+        builder: ChunkBuilder,
+        *,
+        share: float,
+    ) -> None:
+        self._sightings = sightings
+        self._lessons = lessons
+        self._borders = borders
+        self.builder = builder
+        self._share = share
+        self._credit = float(_MOST_CREDIT if share else 0)
+        self._coming: OrderedDict[ChunkKey, None] = OrderedDict()
+        self.num_chunks = self.num_tokens = self.num_unpaid = self.num_failures = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether nothing went wrong so far."""
+        return self.num_failures == 0
+
+    def finished(self, state: RequestState, tokens: array[int]) -> None:
+        """Learn from a request whose prefill is done.
+
+        Whatever goes wrong is logged once and ends the learning, not the server.
+
+        Args:
+            state: Of the request.
+            tokens: Its prompt.
+        """
+        if not self.is_on:
+            return
+        report = state.report
+        prefilled = report.computed_tokens + report.recomputed_tokens
+        self._credit = min(_MOST_CREDIT, self._credit + self._share * prefilled)
+        search = state.search
+        if search is None or not search.learns or search.num_tokens != len(tokens):
+            return
+        try:
+            self._learn(search, state, tokens)
+        except Exception:  # a bug of ours must not end a server
+            self.num_failures += 1
+            logger.exception("sgl-blend: learning failed, and is off from now on")
+
+    def built(self, key: ChunkKey) -> None:
+        """Note that a chunk is stored."""
+        self._coming.pop(key, None)
+
+    def clear(self) -> None:
+        """Forget all prompts, and what was to be built."""
+        self._sightings.clear()
+        self._lessons.clear()
+        self._coming.clear()
+
+    def describe(self) -> dict[str, int]:
+        """Return totals and sizes for /server_info."""
+        return {
+            "learned_chunks": self.num_chunks,
+            "learned_tokens": self.num_tokens,
+            "unpaid_chunks": self.num_unpaid,
+            "prompts_remembered": len(self._sightings),
+            "prompt_log_bytes": self._sightings.num_bytes,
+            "prompts_forgotten": self._sightings.num_forgotten,
+            "learn_failures": self.num_failures,
+        }
+
+    def _learn(self, search: Search, state: RequestState, tokens: array[int]) -> None:
+        ids, home = ids_of(tokens), search.home
+        start = max(beginning(home, tokens), state.report.prefix_tokens)
+        sample = self._sightings.sample(search.tenant, ids)
+        prompt = Prompt(
+            tenant=search.tenant,
+            tokens=ids,
+            strengths=self._borders.before(ids),
+            start=start,
+            served=[
+                Piece(span.start, span.stop)
+                for span in state.spans
+                if span.start in state.hit_starts
+            ],
+            runs=self._sightings.find(sample, start),
+        )
+        self._sightings.add(sample)
+        for chunk in self._lessons.choose(prompt):
+            self._build(
+                msgspec.structs.replace(home, tokens=tokens[chunk.start : chunk.stop].tobytes())
+            )
+
+    def _build(self, key: ChunkKey) -> None:
+        if key in self._coming:
+            self._coming.move_to_end(key)
+        elif key.length > self._credit:
+            self.num_unpaid += 1
+            return
+        else:
+            self._credit -= key.length
+            self.num_chunks += 1
+            self.num_tokens += key.length
+            self._coming[key] = None
+            if len(self._coming) > _MOST_COMING:
+                self._coming.popitem(last=False)
+        self.builder.enqueue([key])
