@@ -71,6 +71,36 @@ def test_stored_chunks_are_found_in_unmarked_text(
     assert cheap.report["reused_tokens"] > 0.8 * (len(DOCUMENTS[1]) + len(DOCUMENTS[2]))
 
 
+def _what_marks_leave(driver: Driver) -> dict[str, Any]:
+    begin(driver)
+    ask(driver, marked(driver, 0, 1, 2))
+    return ask(driver, marked(driver, 2, 0, 1)).report
+
+
+def test_what_is_marked_is_not_found_again(start_engine: StartEngine) -> None:
+    report = start_engine(blend_find="known").call(_what_marks_leave)
+    assert report["found_tokens"] == 0
+    assert report["chunk_hits"] == 3
+
+
+HEAD = random_tokens(690, 30)
+
+
+def _after_a_head(driver: Driver) -> dict[str, Any]:
+    """Ask without marks where a marked prompt has told what such prompts begin with."""
+    begin(driver)
+    ask(driver, rag_prompt(HEAD, [DOCUMENTS[0], DOCUMENTS[1]], random_tokens(9, 20)))
+    segments = [HEAD, random_tokens(8, 11), DOCUMENTS[1], [9], DOCUMENTS[0], [7]]
+    # Another ratio is another namespace, in which nothing is stored.
+    return ask(driver, Prompt(segments, params={"sgl_blend_ratio": 0.3})).report
+
+
+def test_marks_tell_what_unmarked_prompts_begin_with(start_engine: StartEngine) -> None:
+    report = start_engine(blend_find="known").call(_after_a_head)
+    assert report["prefix_tokens"] == len(HEAD), "the build prefix itself is exact KV"
+    assert report["found_tokens"] == len(DOCUMENTS[0]) + len(DOCUMENTS[1])
+
+
 def _learn(driver: Driver) -> list[dict[str, Any]]:
     begin(driver)
     reports = []
