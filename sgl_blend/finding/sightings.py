@@ -154,15 +154,18 @@ class Sightings:
         runs: list[Span] = []
         done, best, best_offset = start, Span(start, start), -1
         for offset, place in zip(sample.offsets[row].tolist(), places.tolist(), strict=True):
-            if offset != best_offset and best.num_tokens >= self._least:
-                runs.append(best)
-                done = best.stop
-            if offset != best_offset:
-                best, best_offset = Span(done, done), offset
             if offset < done:
                 continue
+            if offset != best_offset:
+                if best.num_tokens >= self._least:
+                    runs.append(best)
+                    done = best.stop
+                best, best_offset = Span(done, done), offset
+                if offset < done:
+                    continue
             run = self._extend(sample, offset, place, done)
-            best = max(best, run, key=_num_tokens)
+            if run.num_tokens > best.num_tokens:
+                best = run
         if best.num_tokens >= self._least:
             runs.append(best)
         return runs
@@ -251,10 +254,6 @@ class Sightings:
         assert not spans or spans[0].start >= self._next - self._capacity
         held = Counter(self._known[self._places >= 0].tolist())
         assert max(held.values(), default=0) <= _OCCURRENCES
-
-
-def _num_tokens(span: Span) -> int:
-    return span.num_tokens
 
 
 def _count_equal(one: Tokens, other: Tokens) -> int:
