@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup mooncake demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel clean
+.PHONY: setup mooncake demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel bench-find clean
 
 setup: $(READY)
 
@@ -98,6 +98,13 @@ NOVEL_ARGS ?=
 
 novel: $(READY)
 	PYTHONPATH=tests $(PY) -m benchmarks.novel $(NOVEL_ARGS)
+
+FIND_ARGS ?=
+
+# What is found in prompts without marks, and what that costs in quality.
+bench-find: $(READY)
+	PYTHONPATH=tests $(PY) -m benchmarks.find $(FIND_ARGS)
+	$(ONE_THREAD) $(PY) -m benchmarks.find_quality
 
 clean:
 	rm -rf build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,6 +4,7 @@
     .venv/bin/python -m benchmarks.soak --minutes 3      # as in CI
     .venv/bin/python -m benchmarks.soak --host-tier      # evicted KV goes to host memory
     .venv/bin/python -m benchmarks.soak --storage        # and from there to files, which are damaged
+    .venv/bin/python -m benchmarks.soak --find           # most prompts are not marked
 
 A real server with --enable-blend serves the trained test model with far less KV memory than its traffic
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
@@ -60,6 +61,9 @@ BLEND_FLAGS = [
     *("--chunked-prefill-size", "512", "--schedule-conservativeness", "0.05"),
     *("--log-level", "warning", "--max-running-requests", "16"),
 ]
+FIND_FLAGS = ["--blend-find", "learned"]
+MARKED = 0.2
+"""Share of the prompts that are marked where the server finds chunks by itself."""
 HOST_TIER_FLAGS = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
 MIN_SECONDS_TO_RETRACT = 600.0
@@ -108,7 +112,9 @@ def wait_until_idle(server: Server, tally: Tally) -> None:
     tally.violations.append(f"the server never came to rest: {pool}")
 
 
-async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> list[str]:
+async def soak(
+    blend: Server, stock: Server, tally: Tally, minutes: float, marked: float
+) -> list[str]:
     """Run all clients and the operator for a while; return what the operator's doings are called."""
     # Uvicorn closes what was idle for 5 s, and httpx would use it until then: a race.
     limits = httpx.Limits(max_connections=64, keepalive_expiry=2.0)
@@ -118,7 +124,7 @@ async def soak(blend: Server, stock: Server, tally: Tally, minutes: float) -> li
         ) as mine,
         httpx.AsyncClient(base_url=stock.url, timeout=180.0, trust_env=False) as theirs,
     ):
-        traffic = Traffic(mine, theirs, tally, blend.info()["separator"])
+        traffic = Traffic(mine, theirs, tally, blend.info()["separator"], marked)
         until_s = time.monotonic() + minutes * 60
         gate = Gate()
         operator = Operator(mine, traffic, tally, MODEL)
@@ -179,22 +185,50 @@ def report(
     }
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--host-tier", action="store_true", help="evicted KV goes to host memory")
     parser.add_argument(
         "--storage", action="store_true", help="a host tier, and files behind it that are damaged"
     )
+    parser.add_argument(
+        "--find", action="store_true", help="most prompts are not marked, and the server learns"
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "soak.json")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def judge_tiers(
+    args: argparse.Namespace, info: dict[str, Any], tally: Tally, damages: dict[str, int]
+) -> dict[str, Any]:
+    """Note violations of what the flags promise, and return what is written of it."""
+    found: dict[str, Any] = {}
+    if args.host_tier or args.storage:
+        tally.expect(info["host_tokens"] > 0, "nothing ever came back")
+    if args.find:
+        found["finding"] = info["finding"] | {"found_tokens": info["found_tokens"]}
+        tally.expect(info["found_tokens"] > 0, "nothing was found without a mark")
+        tally.expect(info["finding"]["learned_chunks"] > 0, "nothing was learned")
+        failures = info["finding"]["find_failures"] + info["finding"]["learn_failures"]
+        tally.expect(failures == 0, f"{failures} failures of finding and learning")
+    if args.storage:
+        found["storage"], found["damages"] = info["storage"], damages
+        tally.expect(info["storage_tokens"] > 0, "nothing ever came from storage")
+        tally.expect(info["storage"]["faults"].get("corrupt", 0) > 0, "no damage was seen")
+    return found
+
+
+def main() -> int:
+    args = parse_arguments()
     args.json.parent.mkdir(exist_ok=True)
     logs = ROOT / "build"
     logs.mkdir(exist_ok=True)
     tally = Tally()
-    has_tier = args.host_tier or args.storage
-    flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if has_tier else ())]
+    flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if args.host_tier or args.storage else ())]
     flags += STORAGE_FLAGS if args.storage else []
+    flags += FIND_FLAGS if args.find else []
+    marked = MARKED if args.find else 1.0
     one_thread = ("OMP_NUM_THREADS=1",)  # the model is so small that a second one only waits
     with ExitStack() as stack:
         store = stack.enter_context(damaged_store())
@@ -207,16 +241,12 @@ def main() -> int:
         )
         start = time.monotonic()
         try:
-            operations = asyncio.run(soak(blend, stock, tally, args.minutes))
+            operations = asyncio.run(soak(blend, stock, tally, args.minutes, marked))
             seconds = time.monotonic() - start
             wait_until_idle(blend, tally)
             info = blend.info()
             found = report(tally, info, retractions(blend), seconds, operations)
-            tally.expect(not has_tier or info["host_tokens"] > 0, "nothing ever came back")
-            if args.storage:
-                found["storage"], found["damages"] = info["storage"], dict(store.damages)
-                tally.expect(info["storage_tokens"] > 0, "nothing ever came from storage")
-                tally.expect(info["storage"]["faults"].get("corrupt", 0) > 0, "no damage was seen")
+            found |= judge_tiers(args, info, tally, dict(store.damages))
         except httpx.HTTPError as err:
             print((logs / "soak-blend.log").read_text()[-3000:])
             print("\n".join(tally.violations[:20]))

@@ -63,10 +63,24 @@ class Tally:
 
 
 class Traffic:
-    """Makes requests of every kind and checks what comes back."""
+    """Makes requests of every kind and checks what comes back.
+
+    Args:
+        blend: To the server that is tested.
+        stock: To a server without the plugin.
+        tally: Of what happens.
+        separator: Marks chunks.
+        marked: Share of the prompts of which the chunks are marked. Documents are long enough to be
+            learned if it is below 1.
+    """
 
     def __init__(
-        self, blend: httpx.AsyncClient, stock: httpx.AsyncClient, tally: Tally, separator: str
+        self,
+        blend: httpx.AsyncClient,
+        stock: httpx.AsyncClient,
+        tally: Tally,
+        separator: str,
+        marked: float = 1.0,
     ) -> None:
         self._blend = blend
         self._stock = stock
@@ -75,6 +89,10 @@ class Traffic:
         items = make_held_out(3, 12)
         self._systems = [str(item["system"]) for item in items[:2]]
         self._documents = [f"<doc> {chunk}" for item in items for chunk in _texts(item["chunks"])]
+        self._marked = marked
+        if marked < 1:
+            pairs = zip(self._documents[::2], self._documents[1::2], strict=False)
+            self._documents = [" ".join(pair) for pair in pairs]
         self._questions = [f"<ask> {item['question']}" for item in items]
         self._active = 0
         self._actions: dict[str, Callable[[random.Random], Awaitable[None]]] = {
@@ -92,10 +110,9 @@ class Traffic:
 
     def prompt(self, draw: random.Random, chunks: int) -> str:
         """Return a prompt of chunks out of a pool larger than the cache, some far more often asked."""
-        marked = "".join(
-            f"{self._separator}{document}{self._separator}"
-            for document in self._draw_documents(draw, chunks)
-        )
+        documents = self._draw_documents(draw, chunks)
+        mark = self._separator if self._marked == 1 or draw.random() < self._marked else ""
+        marked = "".join(f"{mark}{document}{mark}" for document in documents)
         return f"{draw.choice(self._systems)}{marked}{draw.choice(self._questions)}"
 
     def _draw_documents(self, draw: random.Random, count: int) -> list[str]:

@@ -118,7 +118,7 @@ class BlendEngine:
             max_new_tokens,
             top_logprobs_num=[num_top] * len(prompts),
         )
-        return [_read_answer(output, "output_top_logprobs", None) for output in outputs]
+        return [read_answer(output, "output_top_logprobs", None) for output in outputs]
 
     def ask(
         self,
@@ -159,7 +159,7 @@ class BlendEngine:
             token_ids_logprob=[list(token_ids) for token_ids in reference_ids],
         )
         return [
-            _read_answer(output, "output_token_ids_logprobs", token_ids)
+            read_answer(output, "output_token_ids_logprobs", token_ids)
             for output, token_ids in zip(outputs, reference_ids, strict=True)
         ]
 
@@ -211,9 +211,7 @@ def blend_settings(check_layer: int, build_prefix: str) -> dict[str, Any]:
     return settings
 
 
-def _read_answer(
-    output: Mapping[str, Any], table: str, token_ids: tuple[int, ...] | None
-) -> Answer:
+def read_answer(output: Mapping[str, Any], table: str, token_ids: tuple[int, ...] | None) -> Answer:
     """Read one output of Engine.generate.
 
     Args:
