@@ -1,6 +1,7 @@
 """What becomes a chunk: runs begun at borders, split at messages, and messages that come again."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -118,13 +119,17 @@ def test_chunks_are_disjoint_of_a_legal_length_and_lose_crumbs_alone(
     lessons = Lessons(least=8, most=32)
     span = Span(start, len(strengths))
     chunks = lessons.split(span, np.array(strengths, np.uint8))
+    assert all(8 <= chunk.num_tokens <= 32 for chunk in chunks)
     ends = [start, *(chunk.stop for chunk in chunks)]
     begins = [*(chunk.start for chunk in chunks), span.stop]
-    assert all(8 <= chunk.num_tokens <= 32 for chunk in chunks)
-    lost = [begin - end for begin, end in zip(begins, ends, strict=True)]
-    assert min(lost) >= 0
-    assert max(lost[1:], default=0) < 16
-    assert lost[0] < 16 + 8
+    special = [place for place in range(start, span.stop) if strengths[place] == Border.SPECIAL]
+    messages = [one for one, next_one in pairwise([*special, span.stop]) if next_one - one > 4]
+    for number, (end, begin) in enumerate(zip(ends, begins, strict=True)):
+        # Between two chunks there are messages too short for one, in front of them a bad beginning.
+        inside = [place for place in messages if end < place < begin]
+        crumbs = [two - one for one, two in pairwise([end, *inside, begin])]
+        assert begin >= end
+        assert max(crumbs) < (8 if number else 8 + 16)
 
 
 # --- what was served ----------------------------------------------------------------------------
