@@ -74,6 +74,7 @@ class Driver:
             self.scheduler.schedule_stream = self.scheduler.device_module.Stream(priority=0)
             self.scheduler.schedule_stream.synchronize = lambda: None
         self._serial = 0
+        self._num_tokens = min(VOCAB_SIZE, self.scheduler.model_config.vocab_size)
 
     # --- requests ---
 
@@ -117,7 +118,7 @@ class Driver:
             sampling_params=sampling,
             return_logprob=prompt.logprobs,
             logprob_start_len=prompt.logprob_start_len,
-            top_logprobs_num=VOCAB_SIZE if prompt.logprobs else 0,
+            top_logprobs_num=self._num_tokens if prompt.logprobs else 0,
             token_ids_logprob=None,
             stream=False,
             priority=prompt.priority,

@@ -87,12 +87,12 @@ def on_true_kv(
         wrong: Positions of the first prompt whose stored KV is far from the true one.
         nan_layer: Layer in which nothing that is stored of a moved chunk is a number.
     """
-    _begin_anew(driver)
-    states = [_build(driver, prompt, probed=not wrong) for prompt in prompts]
-    full = [_prefill_in_full(driver, prompt) for prompt in prompts]
+    begin_anew(driver)
+    states = [build_chunks(driver, prompt, probed=not wrong) for prompt in prompts]
+    full = [prefill_in_full(driver, prompt) for prompt in prompts]
     for prompt, state in zip(prompts, states, strict=True):
         if state is not None:
-            _store_true_kv(driver, prompt, state, wrong if prompt is prompts[0] else (), nan_layer)
+            store_kv_of(driver, prompt, state, wrong if prompt is prompts[0] else (), nan_layer)
     with _watched_reductions() as reductions:
         blended = (ask or _ask_at_once)(driver, list(prompts))
     driver.settle()
@@ -106,10 +106,10 @@ def on_all_rows(
     ask: Ask | None = None,
 ) -> Comparison:
     """Blend prompts on chunks as they are built, but drop no row anywhere; arguments as above."""
-    _begin_anew(driver)
+    begin_anew(driver)
     for prompt in prompts:
-        _build(driver, prompt, probed=True)
-    full = [_prefill_in_full(driver, prompt) for prompt in prompts]
+        build_chunks(driver, prompt, probed=True)
+    full = [prefill_in_full(driver, prompt) for prompt in prompts]
     with _all_rows_kept(), _watched_reductions() as reductions:
         blended = (ask or _ask_at_once)(driver, list(prompts))
     driver.settle()
@@ -117,7 +117,7 @@ def on_all_rows(
     return Comparison(blended, full, reductions)
 
 
-def _begin_anew(driver: Driver) -> None:
+def begin_anew(driver: Driver) -> None:
     """Empty the cache, and let no slot hold what an earlier request has left there."""
     driver.settle()
     driver.flush()
@@ -131,7 +131,7 @@ def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
     return driver.ask(*prompts)
 
 
-def _build(driver: Driver, prompt: Prompt, *, probed: bool) -> Any:
+def build_chunks(driver: Driver, prompt: Prompt, *, probed: bool) -> Any:
     """Let a request's chunks be built and return its state; None for a request without chunks.
 
     It is asked at ratio 1, which stores no KV that another ratio could find. If not probed,
@@ -149,15 +149,27 @@ def _build(driver: Driver, prompt: Prompt, *, probed: bool) -> Any:
     return state
 
 
-def _prefill_in_full(driver: Driver, prompt: Prompt) -> Answer:
+def prefill_in_full(driver: Driver, prompt: Prompt) -> Answer:
     plain = replace(prompt, segments=[prompt.tokens], chunk_at=[], params={}, salt=_REFERENCE)
     return driver.ask(plain)[0]
 
 
-def _store_true_kv(
-    driver: Driver, prompt: Prompt, state: Any, wrong: Sequence[int], nan_layer: int | None
+def store_kv_of(
+    driver: Driver,
+    prompt: Prompt,
+    state: Any,
+    wrong: Sequence[int] = (),
+    nan_layer: int | None = None,
 ) -> None:
-    """Overwrite the stored KV of a request's chunks."""
+    """Overwrite the stored KV of a request's chunks with what a prompt's full prefill gave them.
+
+    Args:
+        driver: The worker's.
+        prompt: Was prefilled in full, and holds the chunks where the request does.
+        state: Of the request.
+        wrong: As in on_true_kv, and nan_layer too.
+        nan_layer: See there.
+    """
     from sgl_blend.engine.tree import match_prefix
 
     tree = driver.scheduler.tree_cache
