@@ -19,7 +19,8 @@ are two controls. A fixed piece of arithmetic is timed after every lookup: how f
 its p50 is the machine's own doing. And SGLang's own tree is asked for the chunks of another prompt of
 the same kind, one call for a path and one for its slots; a lookup that asks the tree cannot be faster.
 Exit status 1 if a p99 of 8,000 tokens is not below 1 ms unchanged and 2.5 ms else, or one of
-3,000 chunks not below 12 ms, unless the tree's own calls are not below it either.
+3,000 chunks not below 12 ms, unless the tree's own calls are not below it either. The bounds are those
+of a machine on which the fixed arithmetic takes REFERENCE_MS; on a slower one they grow with it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ LONG = 1000
 FULL = 0
 """The tree's component of full attention."""
 FIXED_WORK = 8000  # about as long as a lookup
+REFERENCE_MS = 0.24
+"""Median time of the fixed arithmetic where the bounds were set (benchmarks/results/match.json)."""
 
 
 def _draw_tokens(seed: int, length: int) -> array[int]:
@@ -225,11 +228,14 @@ def show(case: dict[str, Any], per_prompt: int) -> bool:
     tree = case["tree_ms"]
     print(f"  tree alone  p50 {tree['p50']:7.3f}  p99 {tree['p99']:7.3f} ms")
     kept = True
+    slowness = max(1.0, fixed["p50"] / REFERENCE_MS)
     for name in ("new", "unchanged", "changed"):
         bound = UNCHANGED_MS if name == "unchanged" else CHANGED_MS
-        bound = LONG_MS if per_prompt >= LONG else bound
+        bound = slowness * (LONG_MS if per_prompt >= LONG else bound)
         times = case[f"{name}_ms"]
-        print(f"  {name:10}  p50 {times['p50']:7.3f}  p99 {times['p99']:7.3f} ms, bound {bound} ms")
+        print(
+            f"  {name:10}  p50 {times['p50']:7.3f}  p99 {times['p99']:7.3f} ms, bound {bound:.1f} ms"
+        )
         missed_by_both = name == "new" and tree["p99"] >= bound
         kept &= times["p99"] < bound or missed_by_both
     return kept

@@ -5,9 +5,9 @@
 A turn's prompt is the last one's with one text in front changed, as a clock in a system prompt is.
 What stands behind it can be served in two ways:
 
-    canonical   its documents are chunks, built alone: what sgl-blend does
-    own         KV of the last turn's prompt is taken as it is, moved if need be: it attended to the
-                old line
+    canonical   its documents are chunks, built behind the text before the line, or behind BOS alone:
+                what sgl-blend does
+    own         KV of the last turn's prompt is taken as it is: it attended to the old line
 
 Two kinds of conversations: nothing depends on the line that changed (filler), or later documents
 refer to it. Each way with the usual ratio of recomputed tokens, and own also without any. Compared with
@@ -44,13 +44,17 @@ from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder
 
 ROOT = Path(__file__).parents[1]
 RATIO = 0.15
-WAYS = {"canonical": RATIO, "own": RATIO, "own, none recomputed": 0.0}
+WAYS = {
+    "canonical": RATIO,
+    "canonical, behind BOS": RATIO,
+    "own": RATIO,
+    "own, none recomputed": 0.0,
+}
 """Share of the reused tokens that is recomputed."""
 SETTINGS: dict[str, Any] = {
     "enable_blend": True,
     "blend_when": "always",
     "blend_min_chunk_tokens": 4,
-    "blend_build_prefix": "bos",
     "max_total_tokens": 12_000,
 }
 _PLACE = ("near the old bridge", "behind the quiet station", "under the green tower")
@@ -72,13 +76,20 @@ class Turns:
     documents: list[list[int]]
     question: list[int]
 
-    def prompt(self, turn: int, *, whole: bool) -> Prompt:
-        """Return a turn's prompt with the documents as chunks, or all of them as one."""
+    def prompt(self, turn: int, *, whole: bool, behind_bos: bool = False) -> Prompt:
+        """Return a turn's prompt with the documents as chunks, or all of them as one.
+
+        Chunks are built behind what stands before the first mark. So a token is marked there, which is
+        too short to be a chunk.
+        """
         documents = (
             [[token for one in self.documents for token in one]] if whole else self.documents
         )
-        segments = [self.head + self.lines[turn], *documents, self.question]
-        return Prompt(segments, list(range(1, 1 + len(documents))))
+        front = self.head + self.lines[turn]
+        mark = 1 if behind_bos else len(self.head)
+        segments = [front[:mark], front[mark : mark + 1], front[mark + 1 :], *documents]
+        chunk_at = [1, *range(3, 3 + len(documents))]
+        return Prompt([*segments, self.question], chunk_at)
 
 
 def conversations(folder: Path, count: int, seed: int, *, depends: bool) -> list[Turns]:
@@ -154,12 +165,13 @@ def ask_turns(driver: Driver, some: Sequence[Turns]) -> dict[str, list[Seen]]:
         first, second = (turns.prompt(turn, whole=True) for turn in range(2))
         old, full = (prefill_in_full(driver, prompt) for prompt in (first, second))
         for way, ratio in WAYS.items():
-            prompt = turns.prompt(1, whole=way != "canonical")
+            is_own = way.startswith("own")
+            prompt = turns.prompt(1, whole=is_own, behind_bos=way.endswith("BOS"))
             params = {"sgl_blend_policy": "hkvd" if ratio else "none", "sgl_blend_ratio": ratio}
             # A salt of its own: what is stored for one way must not serve another.
             prompt = replace(prompt, params=params, salt=way)
             state = build_chunks(driver, prompt, probed=False)
-            if way != "canonical":
+            if is_own:
                 store_kv_of(driver, first, state)
             (answer,) = driver.ask(prompt)
             seen[way].append(_compare(answer, full, old))

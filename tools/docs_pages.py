@@ -24,7 +24,7 @@ from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS
 from sgl_blend.report import BlendReport
 from sgl_blend.settings.config import add_flags
-from tools import answer_tables, results_tables, time_model
+from tools import answer_tables, find_tables, results_tables, time_model
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)
@@ -145,6 +145,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "versions": versions,
     "time-model": time_model.time_model,
     **results_tables.BLOCKS,
+    **find_tables.BLOCKS,
     **answer_tables.BLOCKS,
 }
 

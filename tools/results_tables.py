@@ -303,56 +303,6 @@ def codec() -> str:
 
 CODEC_SPEEDS = ("encode", "decode", "decode, numba")
 
-
-def find() -> str:
-    """Return what is found in prompts without marks."""
-    found = load("find.json")
-    streams, lookup = found["streams"], found["lookup"]
-    rows = [
-        (
-            name,
-            f"{streams['marked'][name]['hit']:.3f}",
-            *(f"{row[share]:.3f}" for share in ("hit", "of_marked", "recall", "built")),
-            f"{row['piece']:.0f}",
-        )
-        for name, row in streams["rag"].items()
-    ]
-    for name, row in streams["others"].items():
-        shares = (f"{row['hit']:.3f}", "", f"{row['recall']:.3f}", f"{row['built']:.3f}")
-        rows.append((name, "", *shares, f"{row['piece']:.0f}"))
-    header = ("prompts", "marked", "learned", "of marked", "recall", "built", "tokens of a piece")
-    both, fixed = lookup["both_ms"], lookup["fixed_ms"]
-    told = (
-        f"\nIntake and lookup of a prompt of {lookup['prompt_tokens']:,} tokens, of which "
-        f"{lookup['found_tokens']:,.0f} are found, with {lookup['chunks']:,} chunks in the tree and "
-        f"{lookup['starts']:,} starts in the index: {both['p50']:.2f} ms at the median and "
-        f"{both['p99']:.2f} at p99; the fixed arithmetic beside it {fixed['p50']:.2f} and "
-        f"{fixed['p99']:.2f}. A start takes {lookup['bytes_of_a_start']:.0f} bytes. The TTFT of "
-        f"prompts that never repeat is {1 + found['ttft']['overhead']:.3f} of that with `marks`.\n"
-    )
-    return circumstances(found, "benchmarks/find.py") + table(header, rows) + told
-
-
-def find_quality() -> str:
-    """Return what learned chunks cost in quality."""
-    found = load("find_quality.json")
-    rows = [
-        (
-            name,
-            f"{found[name]['accuracy']:.3f} {interval(*found[name]['accuracy_ci95'])}",
-            f"{found[name]['kl']:.3f} {interval(*found[name]['kl_ci95'])}",
-            found[name]["chunks"],
-        )
-        for name in ("full", "marked", "learned")
-    ]
-    more = found["learned_minus_marked"]
-    told = (
-        f"\nLearned minus marked, in pairs: KL {more['kl']:+.3f} {interval(*more['kl_ci95'])}. "
-        f"Of the documents' tokens {found['found_of_documents']:.3f} were found.\n"
-    )
-    header = ("chunks", "accuracy", "KL to full prefill, nats", "chunks used")
-    return circumstances(found, "benchmarks/find_quality.py") + table(header, rows) + told
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cold": cold,
@@ -363,8 +313,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "soak": soak,
     "novel": novel,
     "codec": codec,
-    "find": find,
-    "find_quality": find_quality,
     "profile-demo-cpu": profile,
 }
 """By the name of the file, without its ending."""
