@@ -277,14 +277,18 @@ def rag(
     return prompts
 
 
-def unique(
-    chat: Chat, documents: Sequence[tuple[str, str]], rendering: str = "blank lines"
-) -> list[Marked]:
-    """Make prompts of six documents each, none of which comes twice."""
+def unique(chat: Chat) -> list[Marked]:
+    """Make prompts of source text, no line of which comes twice."""
     draw = random.Random("unique")
-    order = draw.sample(list(documents), len(documents))
-    groups = [order[at : at + PER_PROMPT] for at in range(0, len(order) - PER_PROMPT, PER_PROMPT)]
-    return [_ask(chat, rendering, group, draw.choice(TASKS)) for group in groups]
+    known: set[str] = set()
+    texts = []
+    for name, lines in make_files(count=90, lines=120).items():
+        new = [line for line in lines if line.strip() and line not in known]
+        known.update(new)
+        texts.append((name, "\n".join(new)))
+    draw.shuffle(texts)
+    groups = [texts[at : at + 2] for at in range(0, len(texts) - 1, 2)]
+    return [_ask(chat, "blank lines", group, draw.choice(TASKS)) for group in groups]
 
 
 def _ask(chat: Chat, rendering: str, documents: Sequence[tuple[str, str]], question: str) -> Marked:
@@ -390,5 +394,5 @@ def streams(
     return {
         "agent that edits files": lambda: coding_agent(chat),
         "sliding window of messages": lambda: sliding_window(chat, documents),
-        "never repeated": lambda: unique(chat, documents),
+        "never repeated": lambda: unique(chat),
     }

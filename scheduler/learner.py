@@ -37,12 +37,12 @@ class Learner:
         lessons: Chooses chunks.
         borders: Of the tokenizer.
         builder: Builds them.
-        share: Tokens that may be built per token that is prefilled for clients; 0 builds nothing.
+        share: Tokens that may be built per token of a client's prompt; 0 builds nothing.
 
     Attributes:
         num_chunks: Chunks that were given to the builder.
         num_tokens: Their tokens.
-        num_unpaid: Chunks that were not built, because too little was prefilled.
+        num_unpaid: Chunks that were not built, because too little was asked.
         num_failures: Errors of the learner. After the first it learns no more.
     """
 
@@ -80,9 +80,8 @@ class Learner:
         """
         if not self.is_on:
             return
-        report = state.report
-        prefilled = report.computed_tokens + report.recomputed_tokens
-        self._credit = min(_MOST_CREDIT, self._credit + self._share * prefilled)
+        # Of all tokens: an agent whose history is an exact prefix computes little, and must learn.
+        self._credit = min(_MOST_CREDIT, self._credit + self._share * state.report.prompt_tokens)
         search = state.search
         if search is None or not search.learns or search.num_tokens != len(tokens):
             return

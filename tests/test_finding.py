@@ -137,6 +137,24 @@ def test_what_is_learned_is_paid_for(start_engine: StartEngine) -> None:
     assert finding["unpaid_chunks"] > 0
 
 
+def _credit_of_a_history(driver: Driver) -> tuple[float, list[dict[str, Any]]]:
+    begin(driver)
+    learner = driver.runtime.learner
+    learner._credit = 0.0
+    prompt = Prompt([random_tokens(41, 400)])
+    reports = [ask(driver, prompt).report for _ in range(2)]
+    credit = learner._credit
+    learner._credit = 16_384.0
+    return credit, reports
+
+
+def test_a_history_that_is_an_exact_prefix_pays_too(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_find="learned", blend_learn_share=1.0)
+    credit, reports = engine.call(_credit_of_a_history)
+    assert reports[1]["computed_tokens"] < 10
+    assert credit == 800
+
+
 def _kv_of_both(driver: Driver) -> tuple[list[Any], list[Any]]:
     """Return KV of a document that was learned, and of the same when it was marked."""
     bos = driver.runtime.intake._bos_token_id

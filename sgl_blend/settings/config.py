@@ -52,7 +52,7 @@ _HELP = {
     "stored chunks are found in unmarked text, too. learned: text that comes again becomes a chunk "
     "besides. With --blend-on-miss build only marks is allowed.",
     "blend_learn_share": "With --blend-find learned: at most so many tokens are built in the "
-    "background per token that is computed for clients, from 0 to 1.",
+    "background per token of clients' prompts, from 0 to 1.",
     "blend_preset": "File that sgl-blend verify wrote for this model. Flags that are left at "
     "their default are taken from it. A preset of another model is refused.",
     "blend_eval": "For evaluations only. Allow policies that prefill in full before they "
