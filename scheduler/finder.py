@@ -30,6 +30,9 @@ from sgl_blend.radix_ext.start_index import StartIndex
 
 Ids = NDArray[np.int64]
 
+_LEAST_PART = 64
+"""Tokens of the shortest part of a chunk that is used. A shorter chunk is used as a whole."""
+
 
 @dataclass(frozen=True, slots=True)
 class Search:
@@ -67,7 +70,7 @@ class Finder:
         windows: Makes fingerprints.
         index: Of how chunks begin.
         heads: Of how prompts begin.
-        least: Tokens of the shortest piece.
+        least: Tokens of the shortest chunk.
         asks_storage: Whether a chunk that is neither on the device nor on the host may be in storage.
 
     Attributes:
@@ -142,7 +145,7 @@ class Finder:
             _holes(len(tokens), beginning(home, tokens), marked),
             walks.stored_from,
             num_tokens=len(tokens),
-            least=self._least,
+            least=max(self._least, _LEAST_PART),
         )
         self._use(fingerprints, (piece.start for piece in pieces))
         if walks.vain:

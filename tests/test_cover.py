@@ -37,7 +37,8 @@ def best_of_hole(chunks: Chunks, hole: Span, least: int) -> tuple[int, int]:
                 min(start + chunks[start], end) - start
                 for start, end in zip(chosen, ends, strict=True)
             ]
-            if all(length >= least for length in lengths):
+            fewest = [min(least, chunks[start]) for start in chosen]
+            if all(length >= few for length, few in zip(lengths, fewest, strict=True)):
                 best = max(best, (sum(lengths), -count))
     return best
 
@@ -82,13 +83,23 @@ def test_walks_that_find_less_leave_no_gap_that_another_fits(
     ends = [0]
     for piece in pieces:
         assert piece.start >= ends[-1]
-        assert least <= piece.num_tokens <= real[piece.start]
+        assert min(least, claims[piece.start]) <= piece.num_tokens <= real[piece.start]
         ends.append(piece.stop)
     gaps = zip(ends, [*(piece.start for piece in pieces), 60], strict=True)
     for begin, end in gaps:
         for start, length in real.items():
             if begin <= start:
-                assert min(start + length, end) - start < least
+                assert min(start + length, end) - start < min(least, claims[start])
+
+
+def test_a_chunk_below_the_least_part_is_found_as_a_whole_or_not_at_all() -> None:
+    assert served_by({10: 20}, [Span(0, 30)], 30, 64) == [(10, 30)]
+    assert served_by({10: 20}, [Span(0, 29)], 30, 64) == []
+    assert served_by({10: 20, 25: 70}, [Span(0, 100)], 100, 64) == [(25, 95)]
+    found_less = cover(
+        candidates_of({10: 20}), [Span(0, 99)], lambda at: 19, num_tokens=99, least=64
+    )
+    assert found_less == []
 
 
 def test_a_longer_chunk_cuts_the_one_before_it() -> None:

@@ -9,15 +9,16 @@ from finding_cases import Tokens, milliseconds, random_tokens, slowness
 from sgl_blend.finding.borders import Border, Borders
 from sgl_blend.finding.heads import Heads
 
-LINE_END, WORDS = 0, 50_000
+LINE_END, END_OF_MESSAGE, HEADER_START, HEADER_END, WORDS = 0, 49_997, 49_998, 49_999, 50_000
 _STRENGTHS = np.zeros(WORDS, np.uint8)
 _STRENGTHS[LINE_END] = Border.LINE
+_STRENGTHS[END_OF_MESSAGE:] = Border.SPECIAL
 BORDERS = Borders(_STRENGTHS)
 
 
 def text(seed: int, size: int) -> Tokens:
     """Return words that end with a line."""
-    words = random_tokens(seed, size, WORDS - 1) + np.int32(1)
+    words = random_tokens(seed, size, END_OF_MESSAGE - 1) + np.int32(1)
     words[-1] = LINE_END
     return words
 
@@ -41,6 +42,30 @@ def test_a_head_is_snapped_down_to_a_line_end() -> None:
     same = text(2, 7)[:-1]  # all documents begin alike
     found = [heads.of("a", join(INSTRUCTION, same, text(seed, 400))) for seed in range(10, 42)]
     assert found[-1] == 100
+
+
+def header(role: int) -> Tokens:
+    return np.array([END_OF_MESSAGE, HEADER_START, role, HEADER_END, LINE_END, LINE_END], np.int32)
+
+
+@pytest.mark.parametrize("own_text", [0, 20])
+def test_a_head_ends_before_the_header_of_the_first_message(own_text: int) -> None:
+    heads = Heads(BORDERS)
+    user, tool = (join(INSTRUCTION, header(role)) for role in (7, 8))
+    asked = join(user, text(9, own_text)) if own_text else user
+    found = []
+    for seed in range(10, 42):
+        found.append(heads.of("a", join(tool, text(1_000 + seed, 400))))
+        found += [heads.of("a", join(asked, text(seed + past, 400))) for past in (100, 200)]
+    # Behind the end of the instruction's message, where all of them part, or behind more text.
+    assert found[-3:] == ([101, 126, 126] if own_text else [101] * 3)
+    assert len(set(found[9:])) == (2 if own_text else 1)
+
+
+def test_a_prompt_that_is_only_a_header_has_no_head() -> None:
+    heads = Heads(BORDERS)
+    found = [heads.of("a", join(header(7), text(seed, 400))) for seed in range(10, 42)]
+    assert set(found) == {0}
 
 
 def test_once_named_it_stays_while_more_is_shared_for_a_while() -> None:

@@ -143,7 +143,8 @@ def test_chunks_are_disjoint_of_a_legal_length_and_lose_crumbs_alone(
         ([Span(0, 137)], False),  # 64 more tokens would be served
         ([Span(0, 138)], True),
         ([Span(0, 101), Span(101, 200)], True),
-        ([Span(0, 99), Span(99, 180), Span(180, 200)], False),  # in pieces, none of them long
+        ([Span(0, 68), Span(68, 130), Span(130, 192)], True),
+        ([Span(0, 67), Span(67, 133), Span(133, 199)], False),  # in pieces, none of them long
     ],
 )
 def test_a_run_is_served_by_one_long_piece(pieces: list[Span], served: bool) -> None:

@@ -20,6 +20,10 @@ class Border(IntEnum):
     SPECIAL = 4
 
 
+HEADER = 8
+"""Tokens of a header in front of a message; special tokens no further apart belong together."""
+
+
 class Tokenizer(Protocol):
     """What is asked of a tokenizer; those of transformers have it."""
 

@@ -59,12 +59,13 @@ def cover(
         walk: Asked at most once for a start, and most_walks() times in all. It may return less
             than was claimed, 0 too; what it returns beyond the claim is not used.
         num_tokens: Of the prompt.
-        least: Tokens of the shortest piece worth having, at least 1.
+        least: Tokens of the shortest part of a chunk worth having, at least 1. A chunk that has
+            fewer is worth having as a whole.
 
     Returns:
-        Disjoint pieces, ascending, each of at least ``least`` tokens. If all claims are true, if
-        there were walks enough and no start was thinned out, no other choice covers more tokens,
-        and none covers as many with fewer pieces.
+        Disjoint pieces, ascending, each of at least ``least`` tokens or a whole chunk. If all
+        claims are true, if there were walks enough and no start was thinned out, no other choice
+        covers more tokens, and none covers as many with fewer pieces.
 
     Raises:
         ValueError: ``least`` is below 1.
@@ -73,6 +74,7 @@ def cover(
         raise ValueError(f"a piece has at least 1 token, got least={least}")
     budget = most_walks(num_tokens)
     stops = candidates.starts + candidates.lengths
+    leasts = np.minimum(candidates.lengths, least)
     pieces: list[Span] = []
     for hole in holes:
         if not budget:
@@ -80,9 +82,11 @@ def cover(
         first, last = np.searchsorted(candidates.starts, hole)
         starts = candidates.starts[first:last]
         ends = np.minimum(stops[first:last], hole.stop)
-        worth = ends - starts >= least
-        starts, ends = _thin_out(starts[worth], ends[worth], _STARTS_PER_WALK * budget, num_tokens)
-        plan = _Plan(starts.tolist(), ends.tolist(), hole.stop, least)
+        worth = np.flatnonzero(ends - starts >= leasts[first:last])
+        kept = worth[_thin_out(starts[worth], ends[worth], _STARTS_PER_WALK * budget, num_tokens)]
+        plan = _Plan(
+            starts[kept].tolist(), ends[kept].tolist(), leasts[first:last][kept].tolist(), hole.stop
+        )
         found, num_walks = _follow(plan, hole.start, walk, budget)
         budget -= num_walks
         pieces += found
@@ -91,17 +95,17 @@ def cover(
 
 def _thin_out(
     starts: NDArray[np.intp], ends: NDArray[np.intp], most: int, num_tokens: int
-) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Keep, of too many starts, the one that reaches furthest among a few neighbours."""
+) -> NDArray[np.intp]:
+    """Return which starts to keep: of too many, what reaches furthest among a few neighbours."""
     if len(starts) <= most:
-        return starts, ends
+        return np.arange(len(starts))
     block = starts // -(-num_tokens // most)
     first = np.flatnonzero(np.diff(block, prepend=-1))
     furthest = np.maximum.reduceat(ends, first)
     sizes = np.diff(first, append=len(starts))
     reaching = np.flatnonzero(ends == np.repeat(furthest, sizes))
-    kept = reaching[np.diff(block[reaching], prepend=-1) > 0]  # the leftmost of each block
-    return starts[kept], ends[kept]
+    leftmost: NDArray[np.intp] = reaching[np.diff(block[reaching], prepend=-1) > 0]
+    return leftmost
 
 
 class _Plan:
@@ -110,13 +114,12 @@ class _Plan:
     Args:
         starts: Ascending offsets.
         ends: How far each reaches.
+        leasts: Tokens of the shortest piece that begins there.
         stop: The end of the hole.
-        least: Tokens of the shortest piece.
     """
 
-    def __init__(self, starts: list[int], ends: list[int], stop: int, least: int) -> None:
-        self.starts, self.ends = starts, ends
-        self.least = least
+    def __init__(self, starts: list[int], ends: list[int], leasts: list[int], stop: int) -> None:
+        self.starts, self.ends, self.leasts = starts, ends, leasts
         self._stop = stop
         self._costs = [_NEVER] * len(starts)
         # The same with the cost of what is skipped, counted from the beginning of the prompt.
@@ -145,10 +148,11 @@ class _Plan:
 
     def _weigh(self, number: int) -> None:
         start, end = self.starts[number], self.ends[number]
-        if end - start < self.least:
+        least = self.leasts[number]
+        if end - start < least:
             self._costs[number] = self._skips[number] = _NEVER
             return
-        self._costs[number] = 1 + self._choose(start, end, self.least)[0]
+        self._costs[number] = 1 + self._choose(start, end, least)[0]
         self._skips[number] = self._costs[number] + start * _TOKEN_COST
 
     def _choose(self, start: int, end: int, least: int) -> tuple[int, int | None]:
@@ -185,7 +189,7 @@ def _follow(plan: _Plan, begin: int, walk: Walk, budget: int) -> tuple[list[Span
                 continue  # another one may be better now
         if end > start:
             pieces.append(Span(start, min(end, at)))
-        start, end, least = at, plan.ends[number], plan.least
+        start, end, least = at, plan.ends[number], plan.leasts[number]
     if end > start:
         pieces.append(Span(start, end))
     return pieces, len(walked)

@@ -3,6 +3,9 @@
 Prompts of one application begin alike and part where the first document or question stands. The
 place where most recent prompts part is named a head. Once named it stays: another build prefix would
 make other chunks of the same text.
+
+Where two prompts part right behind the header of a message, the head ends before the header. Else an
+agent that forgets its first messages would have a head for each role that comes first.
 """
 
 from collections import Counter, OrderedDict
@@ -11,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_blend.finding.borders import Border, Borders
+from sgl_blend.finding.borders import HEADER, Border, Borders, Strengths
 
 Tokens = NDArray[np.int32]
 
@@ -154,11 +157,26 @@ class Heads:
         partings = known.partings(beginning)
         if not len(partings):
             return 0
-        ends = np.flatnonzero(self._borders.before(beginning) >= Border.LINE)
-        snapped = ends[np.searchsorted(ends, partings, side="right") - 1]
+        strengths = self._borders.before(beginning)
+        ends = np.flatnonzero(strengths >= Border.LINE)
+        snapped = _before_headers(
+            ends[np.searchsorted(ends, partings, side="right") - 1], strengths
+        )
         counts = Counter(snapped[snapped >= _LEAST_TOKENS].tolist())
         if not counts:
             return 0
         place, count = max(counts.items(), key=lambda item: (item[1], -item[0]))
         num_recent = min(known.num_recent + 1, _RECENT)  # this prompt too
         return int(place) if count >= max(_FEWEST, num_recent // _SHARE) else 0
+
+
+def _before_headers(ends: NDArray[np.intp], strengths: Strengths) -> NDArray[np.intp]:
+    """Move ends that stand in the header of a message, or right behind it, to where it begins."""
+    special = np.flatnonzero(strengths == Border.SPECIAL)
+    if not len(special):
+        return ends
+    begins = np.flatnonzero(np.diff(special, prepend=-HEADER - 1) > HEADER)
+    header = special[begins][np.searchsorted(begins, np.arange(len(special)), side="right") - 1]
+    last = np.searchsorted(special, ends, side="right") - 1
+    in_header = (last >= 0) & (ends - special[last] <= HEADER)
+    return np.where(in_header, header[last], ends)

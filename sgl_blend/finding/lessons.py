@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_blend.finding.borders import Border, Strengths
+from sgl_blend.finding.borders import HEADER, Border, Strengths
 from sgl_blend.finding.spans import Span, num_shared
 
 _SNAP = 16
 """Tokens at the beginning of a run among which it may begin."""
-_HEADER = 4
-"""Tokens of a header in front of a message; special tokens no further apart belong together."""
 _COUNTED = 64
 """Last messages of a role that are counted."""
 _FEWEST_COUNTED = 16
@@ -174,7 +172,9 @@ class Lessons:
 
 
 def is_served(chunk: Span, pieces: Iterable[Span], least: int) -> bool:
-    """Return whether a chunk would bring nothing new: what is missing is short, and one piece is long.
+    """Return whether a chunk would bring too little: what is missing is short, and a piece is long.
+
+    Long is a third of the chunk. With a half, a tenth more is built for pieces hardly longer.
 
     Args:
         chunk: What might be learned.
@@ -183,7 +183,7 @@ def is_served(chunk: Span, pieces: Iterable[Span], least: int) -> bool:
     """
     shared = [num_shared(chunk, piece) for piece in pieces]
     rest = chunk.num_tokens - sum(shared)
-    return rest < least and 2 * max(shared, default=0) >= chunk.num_tokens
+    return rest < least and 3 * max(shared, default=0) >= chunk.num_tokens
 
 
 def find_messages(
@@ -202,7 +202,7 @@ def find_messages(
         if stop - start < least:
             continue
         first = _header_start(special[: number + 1])
-        last = start + _end_of_name(strengths[start : start + _HEADER])
+        last = start + _end_of_name(strengths[start : start + HEADER])
         messages.append(Message(Span(start, stop), tokens[first:last].tobytes()))
     return messages
 
@@ -211,10 +211,10 @@ def _header_start(special: Sequence[int]) -> int:
     """Return where the header begins that ends at the last of these borders, as <start>user<end>."""
     first = special[-1]
     for border in reversed(special[:-1]):
-        if first - border > _HEADER:
+        if first - border > HEADER:
             break
         first = border
-    return max(first - 1, special[-1] - _HEADER, 0)
+    return max(first - 1, special[-1] - HEADER, 0)
 
 
 def _end_of_name(strengths: Strengths) -> int:
@@ -229,7 +229,7 @@ def _message_starts(strengths: Strengths, span: Span) -> list[int]:
         np.flatnonzero(strengths[span.start : span.stop] == Border.SPECIAL) + span.start
     ).tolist()
     return [
-        start for start, following in pairwise([*special, span.stop]) if following - start > _HEADER
+        start for start, following in pairwise([*special, span.stop]) if following - start > HEADER
     ]
 
 
