@@ -18,7 +18,8 @@ server that learns is a new one. Nothing is evicted, and builds are waited for.
 hit is the share of a stream's tokens that were served beyond what a prefix cache would have served.
 recall is the same against the tokens that an earlier prompt holds in a run of at least 32 tokens. Both
 are of the second half of a stream. built is the tokens that were built in the background per token of
-all prompts.
+all prompts. An agent that keeps its last messages is served with --blend-learn-share 1 as well: its
+documents cost more builds than the default allows.
 
 Exit status 1 if a bar is missed; BARS has them.
 """
@@ -38,6 +39,7 @@ from benchmarks.find_engine import Found
 from benchmarks.find_streams import (
     RENDERINGS,
     SPLITS,
+    WINDOW,
     Chat,
     Marked,
     Repeats,
@@ -52,10 +54,11 @@ from sgl_blend.commands.common.records import origin_of_script
 
 ROOT = Path(__file__).parents[1]
 PARTS = ("streams", "lookup", "ttft")
+UNBOUNDED = " (learn share 1)"
 BARS: dict[str, float] = {
     "hit of marked": 0.93,  # at least, each rendering and tokenizer
     "recall, agent that edits files": 0.88,  # at least
-    "recall, sliding window of messages": 0.75,  # at least
+    f"recall, {WINDOW}": 0.75,  # at least
     "built, documents by Zipf's law": 0.15,  # at most
     "built, never repeated": 0.01,  # at most
     "piece": 220.0,  # at least, tokens
@@ -104,21 +107,27 @@ def measure_streams(count: int) -> dict[str, Any]:
             )
         for name, make in streams(chat, documents).items():
             stream = make()
-            served = _serve(folder, stream, marked=False)
-            told = _figures(stream, count_repeats(stream), *served)
-            measured["others"][f"{name}, {split}"] = told
-            print(
-                f"{name}, {split}: recall {told['recall']:.3f}, built {told['built']:.4f}, "
-                f"piece {told['piece']:.0f} tokens, {told['tokens_of_a_prompt']:.0f} a prompt",
-                flush=True,
-            )
+            repeats = count_repeats(stream)
+            for note, share in {"": None, **({UNBOUNDED: 1.0} if name == WINDOW else {})}.items():
+                served = _serve(folder, stream, marked=False, share=share)
+                told = _figures(stream, repeats, *served)
+                measured["others"][f"{name}{note}, {split}"] = told
+                print(
+                    f"{name}{note}, {split}: recall {told['recall']:.3f}, "
+                    f"built {told['built']:.4f}, piece {told['piece']:.0f} tokens, "
+                    f"{told['tokens_of_a_prompt']:.0f} a prompt",
+                    flush=True,
+                )
     return measured
 
 
-def _serve(folder: Path, stream: Sequence[Marked], *, marked: bool) -> tuple[list[Found], int]:
+def _serve(
+    folder: Path, stream: Sequence[Marked], *, marked: bool, share: float | None = None
+) -> tuple[list[Found], int]:
     from harness import Engine
 
-    engine = Engine(folder, **SETTINGS, blend_find="marks" if marked else "learned")
+    more: dict[str, Any] = {} if share is None else {"blend_learn_share": share}
+    engine = Engine(folder, **SETTINGS, **more, blend_find="marks" if marked else "learned")
     try:
         served: tuple[list[Found], int] = engine.call(find_engine.serve, stream, marked)
     finally:
@@ -213,7 +222,8 @@ def judge(record: dict[str, Any]) -> list[str]:
             if kind == "never repeated":
                 check(name, "built, never repeated", row["built"], at_least=False)
             else:
-                check(name, f"recall, {kind}", row["recall"], at_least=True)
+                bar = f"recall, {kind.removesuffix(UNBOUNDED)}"
+                check(name, bar, row["recall"], at_least=True)
     if told := record.get("lookup"):
         check("lookup", "lookup p99", told["both_ms"]["p99"], at_least=False)
         check("lookup", "bytes of a start", told["bytes_of_a_start"], at_least=False)

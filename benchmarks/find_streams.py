@@ -31,6 +31,7 @@ PER_PROMPT = 6
 ZIPF = 0.9
 RENDERINGS = ("blank lines", "numbered", "xml", "dashes")
 SPLITS = ("gpt2", "llama3")
+WINDOW = "sliding window of messages"
 SPECIAL = ("<|bos|>", "<|eos|>", "<|start|>", "<|end|>", "<|eot|>", "<|reserved_0|>")
 VOCABULARY = 12_000
 _LLAMA3 = (
@@ -230,7 +231,8 @@ def _spans(
         at = text.index(piece, at)
         first = int(np.searchsorted(starts, at))
         last = int(np.searchsorted(stops, at + len(piece), side="right"))
-        spans.append((base + first, base + last))
+        if first < last:  # a seam may belong to the tokens around it
+            spans.append((base + first, base + last))
         at += len(piece)
     return spans
 
@@ -393,6 +395,6 @@ def streams(
     """Return the streams that are not of documents by Zipf's law."""
     return {
         "agent that edits files": lambda: coding_agent(chat),
-        "sliding window of messages": lambda: sliding_window(chat, documents),
+        WINDOW: lambda: sliding_window(chat, documents),
         "never repeated": lambda: unique(chat),
     }

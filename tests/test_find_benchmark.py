@@ -107,6 +107,7 @@ def good() -> dict[str, Any]:
             "others": {
                 "agent that edits files, gpt2": {"recall": 0.9, "built": 0.3},
                 "sliding window of messages, gpt2": {"recall": 0.8, "built": 0.3},
+                "sliding window of messages (learn share 1), gpt2": {"recall": 0.8, "built": 0.3},
                 "never repeated, gpt2": {"recall": 0.0, "built": 0.005},
             },
         },
@@ -127,6 +128,7 @@ def test_what_holds_all_bars_is_not_reported() -> None:
         (("streams", "rag", "xml, gpt2", "piece"), 219.0),
         (("streams", "others", "agent that edits files, gpt2", "recall"), 0.87),
         (("streams", "others", "sliding window of messages, gpt2", "recall"), 0.74),
+        (("streams", "others", "sliding window of messages (learn share 1), gpt2", "recall"), 0.74),
         (("streams", "others", "never repeated, gpt2", "built"), 0.011),
         (("lookup", "both_ms", "p99"), 1.01),
         (("lookup", "bytes_of_a_start"), 41.0),
