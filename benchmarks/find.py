@@ -42,14 +42,13 @@ from benchmarks.find_streams import (
     WINDOW,
     Chat,
     Marked,
-    Repeats,
-    count_repeats,
     make_documents,
     make_model,
     make_tokenizer,
     rag,
     streams,
 )
+from benchmarks.repeats import Repeats, count_repeats
 from sgl_blend.commands.common.records import origin_of_script
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +92,7 @@ def measure_streams(count: int) -> dict[str, Any]:
         for rendering in RENDERINGS:
             name = f"{rendering}, {split}"
             stream = rag(chat, documents, rendering, count)
-            repeats = count_repeats(stream)
+            repeats = count_repeats(one.tokens for one in stream)
             for kind, is_marked in (("marked", True), ("rag", False)):
                 served = _serve(folder, stream, marked=is_marked)
                 measured[kind][name] = _figures(stream, repeats, *served)
@@ -107,7 +106,7 @@ def measure_streams(count: int) -> dict[str, Any]:
             )
         for name, make in streams(chat, documents).items():
             stream = make()
-            repeats = count_repeats(stream)
+            repeats = count_repeats(one.tokens for one in stream)
             for note, share in {"": None, **({UNBOUNDED: 1.0} if name == WINDOW else {})}.items():
                 served = _serve(folder, stream, marked=False, share=share)
                 told = _figures(stream, repeats, *served)

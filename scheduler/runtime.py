@@ -128,7 +128,8 @@ class BlendRuntime:
         self.finder = finder
         self.learner = learner
         self._planned: dict[str, tuple[Req, RequestState]] = {}
-        builders = [builder, prober, *([] if learner is None else [learner.builder])]
+        self._chunk_builders = [builder, *([] if learner is None else [learner.builder])]
+        builders = [*self._chunk_builders, prober]
         self._forwards = Forwards(fusor, memories, builders, prober, self._planned)
         self.weight_orders = WeightOrders(model.tp_group, self.weights_changed)
 
@@ -351,9 +352,9 @@ class BlendRuntime:
             "quality": self._model.quality,
             **self._metrics.totals,
             "fallbacks": dict(self._metrics.fallbacks),
-            "chunks_built": self.builder.num_built,
-            "chunks_pending": self.builder.num_unfinished,
-            "build_steps": self.builder.num_steps,
+            "chunks_built": sum(builder.num_built for builder in self._chunk_builders),
+            "chunks_pending": sum(builder.num_unfinished for builder in self._chunk_builders),
+            "build_steps": sum(builder.num_steps for builder in self._chunk_builders),
             "probes_run": self.prober.num_built,
             "probes_pending": self.prober.num_unfinished,
             "chunks_remembered": self._memories.num_chunks,

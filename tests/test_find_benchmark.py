@@ -15,16 +15,15 @@ from benchmarks import find
 from benchmarks.find_streams import (
     PER_PROMPT,
     RENDERINGS,
-    RUN,
     SPLITS,
     Chat,
     Marked,
-    count_repeats,
     glue,
     make_model,
     make_tokenizer,
     rag,
 )
+from benchmarks.repeats import RUN, count_repeats
 
 DOCUMENTS = [
     (f"module {number}", f"The function f{number} reads {number} lines.\nIt has no more.\n" * 3)
@@ -81,7 +80,7 @@ block = st.lists(st.integers(0, 3), min_size=RUN, max_size=RUN + 8)
 )
 def test_repeats_are_those_of_a_plain_search(texts: list[list[int]]) -> None:
     stream = [Marked(np.array(text, np.int64)) for text in texts]
-    for number, told in enumerate(count_repeats(stream)):
+    for number, told in enumerate(count_repeats(one.tokens for one in stream)):
         text, earlier = texts[number], texts[:number]
         exact = max((common(text, one) for one in earlier), default=0)
         exact = min(exact, len(text) - 1)
@@ -154,7 +153,7 @@ def test_a_few_prompts_through_the_engine(
     make_model(tmp_path)
     chat, _ = chats["gpt2"]
     stream = rag(chat, DOCUMENTS, "xml", 8)
-    repeats = count_repeats(stream)
+    repeats = count_repeats(one.tokens for one in stream)
     marked = find._figures(stream, repeats, *find._serve(tmp_path, stream, marked=True))
     learned = find._figures(stream, repeats, *find._serve(tmp_path, stream, marked=False))
     assert marked["hit"] > 0.3

@@ -123,6 +123,27 @@ def test_text_that_comes_again_is_learned_and_found(start_engine: StartEngine) -
     assert finding["learn_failures"] == finding["find_failures"] == 0
 
 
+def _what_operators_see(driver: Driver) -> list[dict[str, Any]]:
+    begin(driver)
+    ask(driver, unmarked(0, 1, 2, seed=1))
+    before = driver.runtime.describe()
+    driver.ask(unmarked(2, 1, 0, seed=2))
+    waiting = driver.runtime.describe()
+    driver.settle()
+    return [before, waiting, driver.runtime.describe()]
+
+
+def test_operators_see_learned_chunks_that_wait_and_that_are_built(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(blend_find="learned", blend_learn_share=1.0)
+    before, waiting, done = engine.call(_what_operators_see)
+    assert waiting["chunks_pending"] == 3
+    assert done["chunks_pending"] == 0
+    assert done["chunks_built"] - before["chunks_built"] == 3
+    assert done["build_steps"] - before["build_steps"] >= 3
+
+
 def test_known_learns_nothing(start_engine: StartEngine) -> None:
     *reports, finding = start_engine(blend_find="known").call(_learn)
     assert all(report["found_tokens"] == 0 for report in reports)

@@ -12,7 +12,7 @@ import pydoc
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,7 @@ class Recipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
     initializer_range: float = 0.05
+    max_position_embeddings: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,12 +229,25 @@ def count_tokens(tokenizer: Any, prompt: Prompt) -> int:
 # --- tokenizer and model ------------------------------------------------------------------------
 
 
-def make_tokenizer(corpus: list[str], vocab_size: int, folder: Path) -> int:
-    """Train a byte-level BPE tokenizer, save it for transformers and return its vocabulary size."""
+def make_tokenizer(
+    corpus: list[str], vocab_size: int, folder: Path, *, more: Sequence[str] = (), chat: str = ""
+) -> int:
+    """Train a byte-level BPE tokenizer and save it for transformers.
+
+    Args:
+        corpus: Texts to train on.
+        vocab_size: Tokens, special ones included.
+        folder: Where to save it.
+        more: Special tokens besides the usual three.
+        chat: Its chat template, if it has one.
+
+    Returns:
+        Its vocabulary size.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = ["<|bos|>", "<|eos|>", SEPARATOR]
+    special = ["<|bos|>", "<|eos|>", SEPARATOR, *more]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -251,9 +265,11 @@ def make_tokenizer(corpus: list[str], vocab_size: int, folder: Path) -> int:
         tokenizer_object=tokenizer,
         bos_token="<|bos|>",
         eos_token="<|eos|>",
-        additional_special_tokens=[SEPARATOR],
+        additional_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
     )
+    if chat:
+        fast.chat_template = chat
     fast.save_pretrained(folder)
     return len(fast)
 
@@ -275,7 +291,6 @@ def make_model(recipe: Recipe, vocab_size: int, folder: Path) -> int:
     config = LlamaConfig(
         **shape,
         head_dim=recipe.hidden_size // recipe.num_attention_heads,
-        max_position_embeddings=4096,
         rope_theta=10000.0,
         tie_word_embeddings=False,
         bos_token_id=0,
