@@ -66,7 +66,7 @@ def batches(prompts: Sequence[Prompt]) -> Iterator[slice]:
 
 
 def ask_marked(
-    model: Path, prompts: Sequence[Prompt], say: Callable[[str], None]
+    model: Path, prompts: Sequence[Prompt], num_top: int, say: Callable[[str], None]
 ) -> tuple[list[Answer], list[Answer]]:
     """Answer prompts in full, and with their chunks marked and built first."""
     default = BlendConfig()
@@ -80,7 +80,7 @@ def ask_marked(
     ) as engine:
         for part in batches(prompts):
             some = prompts[part]
-            told = engine.ask_full(some, max_new_tokens=NEW_TOKENS, num_top=NUM_TOP)
+            told = engine.ask_full(some, max_new_tokens=NEW_TOKENS, num_top=num_top)
             full += told
             marked += engine.ask(
                 some,
@@ -218,9 +218,9 @@ def main() -> int:
         msgspec.convert(line, ItemLine).to_item() for line in make_held_out(args.seed, args.count)
     ]
     prompts = [make_prompt(item, templates, encode) for item in items]
-    full, marked = ask_marked(model, prompts, print)
-    learned, built = ask_learned(model, prompts, full, print)
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    full, marked = ask_marked(model, prompts, min(NUM_TOP, vocab_size), print)
+    learned, built = ask_learned(model, prompts, full, print)
     told = compare(items, full, {"marked": marked, "learned": learned}, vocab_size)
     documents = sum(stop - start for one in prompts for start, stop in _pairs(one.spans))
     told |= {"document_tokens": documents, "learned_tokens": built}
