@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup mooncake demo test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel bench-find clean
+.PHONY: setup mooncake demo demo-find agent test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel bench-find clean
 
 setup: $(READY)
 
@@ -41,8 +41,17 @@ mooncake: $(READY)
 demo: $(READY)
 	$(PY) -m examples.demo.run
 
+# The same prompts without a mark, and an agent with a clock in its system prompt.
+demo-find: $(READY)
+	$(PY) -m examples.demo.find
+
+agent: $(READY)
+	$(PY) -m examples.agent $(AGENT_ARGS)
+
 test: $(READY)
 	$(PY) -m pytest -m "not slow" $(PARALLEL) --durations=10 $(PYTEST_ARGS)
+
+AGENT_ARGS ?=
 
 # Versions of SGLang, all supported ones by default.
 VERSIONS ?=

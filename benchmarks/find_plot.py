@@ -38,8 +38,15 @@ def draw(streams: dict[str, Any], path: Path) -> None:
         left.plot([], [], "|", ms=12, mew=2, color=MARKED)[0],
         left.plot([], [], "o", color=LEARNED)[0],
     ]
+    words = ["came before", "marked", "learned"]
     left.legend(
-        handles, ["came before", "marked", "learned"], frameon=False, loc="lower left", fontsize=8
+        handles,
+        words,
+        frameon=False,
+        ncols=3,
+        loc="upper left",
+        bbox_to_anchor=(-0.4, -0.12),
+        fontsize=8,
     )
     others = {name: row for name, row in streams["others"].items() if row["repeated"] > 0.05}
     right.barh(
@@ -47,7 +54,7 @@ def draw(streams: dict[str, Any], path: Path) -> None:
     )
     right.set_yticks(range(len(others)), [name.replace(", ", "\n") for name in others], fontsize=8)
     right.invert_yaxis()
-    right.set(xlim=(0, 1), xlabel="share of repeated tokens found")
+    right.set(xlim=(0, 1), xlabel="repeated tokens found")
     right.set_title("agents", loc="left", fontsize=10)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)

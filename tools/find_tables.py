@@ -1,6 +1,7 @@
 """Tables of what is found in prompts without marks, for the documentation."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tools.results_tables import circumstances, interval, load, table
 
@@ -8,7 +9,7 @@ from tools.results_tables import circumstances, interval, load, table
 def find() -> str:
     """Return what is found in prompts without marks."""
     found = load("find.json")
-    streams, lookup = found["streams"], found["lookup"]
+    streams = found["streams"]
     rows = [
         (
             name,
@@ -22,16 +23,26 @@ def find() -> str:
         shares = (f"{row['hit']:.3f}", "", f"{row['recall']:.3f}", f"{row['built']:.3f}")
         rows.append((name, "", *shares, f"{row['piece']:.0f}"))
     header = ("prompts", "marked", "learned", "of marked", "recall", "built", "tokens of a piece")
-    both, fixed = lookup["both_ms"], lookup["fixed_ms"]
-    told = (
-        f"\nIntake and lookup of a prompt of {lookup['prompt_tokens']:,} tokens, of which "
-        f"{lookup['found_tokens']:,.0f} are found, with {lookup['chunks']:,} chunks in the tree and "
-        f"{lookup['starts']:,} starts in the index: {both['p50']:.2f} ms at the median and "
-        f"{both['p99']:.2f} at p99; the fixed arithmetic beside it {fixed['p50']:.2f} and "
-        f"{fixed['p99']:.2f}. A start takes {lookup['bytes_of_a_start']:.0f} bytes. The TTFT of "
-        f"prompts that never repeat is {1 + found['ttft']['overhead']:.3f} of that with `marks`.\n"
-    )
-    return circumstances(found, "benchmarks/find.py") + table(header, rows) + told
+    return circumstances(found, "benchmarks/find.py") + table(header, rows) + _times(found)
+
+
+def _times(found: dict[str, Any]) -> str:
+    told = ""
+    if lookup := found.get("lookup"):
+        both, fixed = lookup["both_ms"], lookup["fixed_ms"]
+        told += (
+            f"\nIntake and lookup of a prompt of {lookup['prompt_tokens']:,} tokens, of which "
+            f"{lookup['found_tokens']:,.0f} are found, with {lookup['chunks']:,} chunks in the tree "
+            f"and {lookup['starts']:,} starts in the index: {both['p50']:.2f} ms at the median and "
+            f"{both['p99']:.2f} at p99; the fixed arithmetic beside it {fixed['p50']:.2f} and "
+            f"{fixed['p99']:.2f}. A start takes {lookup['bytes_of_a_start']:.0f} bytes.\n"
+        )
+    if ttft := found.get("ttft"):
+        told += (
+            f"\nThe TTFT of prompts that never repeat is {1 + ttft['overhead']:.3f} of that with "
+            "`marks`.\n"
+        )
+    return told
 
 
 def find_quality() -> str:
@@ -74,5 +85,5 @@ def own_history() -> str:
     return circumstances(found, "benchmarks/own_history.py") + table(header, rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {}
+BLOCKS: dict[str, Callable[[], str]] = {"find": find, "own_history": own_history}
 """By the name of the file, without its ending."""

@@ -21,7 +21,7 @@ from examples.agent.measure import play
 from examples.agent.report import draw, figures, make_table, shortfalls
 from examples.demo.material import Recipe
 from sgl_blend.commands.common.records import origin_of_script
-from sgl_blend.commands.common.server import running
+from sgl_blend.commands.common.server import launched
 
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "agent"
 SHORT = Recipe(
@@ -30,7 +30,7 @@ SHORT = Recipe(
     intermediate_size=128,
     num_hidden_layers=4,
     num_attention_heads=2,
-    max_position_embeddings=16_384,
+    max_position_embeddings=8_192,
 )
 FLAGS = ["--enable-blend", "--blend-find", "learned"]
 
@@ -51,8 +51,11 @@ def main() -> int:
     with ExitStack() as stack:
         always = ["--blend-when", "always"] if args.short else []
         console.print("starting two servers ...")
-        blend = stack.enter_context(running(model, [*FLAGS, *always], folder / "blend.log"))
-        stock = stack.enter_context(running(model, [], folder / "stock.log"))
+        launches = [
+            stack.enter_context(launched(model, flags, folder / f"{name}.log"))
+            for name, flags in (("blend", [*FLAGS, *always]), ("stock", []))
+        ]
+        blend, stock = (launch.wait() for launch in launches)
         turns = play(blend, stock, agent.prompts())
     told = figures(turns)
     args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from examples.demo.material import (
     render,
 )
 
-RECIPE = Recipe(seed=2_411, max_position_embeddings=16_384)
+RECIPE = Recipe(seed=2_411, max_position_embeddings=8_192)
 CHAT_TOKENS = ("<|start|>", "<|end|>", "<|eot|>")
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
