@@ -48,6 +48,8 @@ def main() -> int:
     model = prepare_model(folder, SHORT if args.short else RECIPE, console.print)
     make_workspace(folder / "files")
     agent = Agent(Tools(folder / "files", make_documents(model)))
+    prompts = [*agent.prompts()]
+    (folder / "prompts.json").write_text(json.dumps(prompts))
     with ExitStack() as stack:
         always = ["--blend-when", "always"] if args.short else []
         console.print("starting two servers ...")
@@ -56,7 +58,7 @@ def main() -> int:
             for name, flags in (("blend", [*FLAGS, *always]), ("stock", []))
         ]
         blend, stock = (launch.wait() for launch in launches)
-        turns = play(blend, stock, agent.prompts())
+        turns = play(blend, stock, prompts)
     told = figures(turns)
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps({**told, **origin_of_script()}, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """What two servers make of the agent's prompts: tokens by kind, and the time to first token."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Turn:
         return max(0, served - self.repeats.exact)
 
 
-def play(blend: Server, stock: Server, prompts: Iterable[list[Message]]) -> list[Turn]:
+def play(blend: Server, stock: Server, prompts: Sequence[list[Message]]) -> list[Turn]:
     """Send each prompt to both servers, one after the other.
 
     Before each the blending server may finish what it builds, as while an agent's tools run. The
@@ -48,10 +48,9 @@ def play(blend: Server, stock: Server, prompts: Iterable[list[Message]]) -> list
     Raises:
         ServerError: A server answers no token.
     """
-    sent = [*prompts]
-    repeats = count_repeats(tokenize(stock, messages) for messages in sent)
+    repeats = count_repeats(tokenize(stock, messages) for messages in prompts)
     turns = []
-    for number, (messages, told) in enumerate(zip(sent, repeats, strict=True)):
+    for number, (messages, told) in enumerate(zip(prompts, repeats, strict=True)):
         blend.wait_for_builds()
         before = blend.info()
         pair = (blend, stock) if number % 2 == 0 else (stock, blend)
