@@ -44,7 +44,7 @@ from sgl_blend.engine.tiers import finish_copies
 from sgl_blend.engine.tree import pool_use, unlock_node
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import StepPlan
-from sgl_blend.metrics import BlendMetrics
+from sgl_blend.metrics import BlendMetrics, FindingMetrics
 from sgl_blend.radix_ext.fair_share import FairShare
 from sgl_blend.radix_ext.probation import Probation
 from sgl_blend.scheduler.admission import Admission
@@ -101,6 +101,7 @@ class BlendRuntime:
         model: LoadedModel,
         fusor: Fusor,
         metrics: BlendMetrics,
+        finding_metrics: FindingMetrics,
         shares: FairShare,
         probation: Probation,
         finder: Finder | None,
@@ -120,6 +121,7 @@ class BlendRuntime:
         self._model = model
         self._fusor = fusor
         self._metrics = metrics
+        self._finding_metrics = finding_metrics
         self._shares = shares
         self.probation = probation
         self._scheduler = scheduler
@@ -265,8 +267,7 @@ class BlendRuntime:
                 if not state.counted:  # a retracted request is prefilled again
                     if not is_health_check(req):
                         self._metrics.add(state.report)
-                        if self.learner is not None:
-                            self.learner.finished(state, prompt_ids(req))
+                        self._learn(state, req)
                     state.counted = True
                 self.release(req)
 
@@ -366,7 +367,13 @@ class BlendRuntime:
             "canary": None if self.canary is None else self.canary.describe(),
         }
 
-    def _describe_finding(self, finder: Finder) -> dict[str, Any]:
+    def _learn(self, state: RequestState, req: Req) -> None:
+        if self.learner is not None:
+            self.learner.finished(state, prompt_ids(req))
+        if self.finder is not None:
+            self._finding_metrics.update(self._describe_finding(self.finder))
+
+    def _describe_finding(self, finder: Finder) -> dict[str, int]:
         learner = {} if self.learner is None else self.learner.describe()
         return {**finder.describe(), **learner}
 

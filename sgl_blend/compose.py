@@ -24,7 +24,7 @@ from sgl_blend.engine.tiers import has_host_tier, host_token_bytes, trial_loads
 from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.engine.weights import weights_digest
 from sgl_blend.errors import ConfigError, UnsupportedError
-from sgl_blend.metrics import BlendMetrics, CanaryMetrics, StorageMetrics
+from sgl_blend.metrics import BlendMetrics, CanaryMetrics, FindingMetrics, StorageMetrics
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
@@ -184,6 +184,9 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         model=model,
         fusor=fusion.fusor,
         metrics=BlendMetrics(**publish),
+        finding_metrics=FindingMetrics(
+            publish=publish["publish"] and finding is not None, labels=publish["labels"]
+        ),
         shares=shares,
         probation=probation,
         finder=finder,

@@ -1,6 +1,7 @@
 """Totals of the scheduler process, for /server_info and Prometheus."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from sgl_blend.fallback import FallbackReason
@@ -49,6 +50,24 @@ STORAGE_FAULTS = (
     "Calls of the storage backend that failed, and pages that were not used, by reason."
 )
 STORAGE_LEVELS = "Pages that were read from the storage backend, by the level they were coded at."
+FINDING_COUNTERS = {
+    "learned_chunks": "Chunks that were made of text that came again.",
+    "learned_tokens": "Their tokens; found_tokens counts how often such tokens were used.",
+    "unpaid_chunks": "Chunks that were not made, because the prompts since were too short.",
+    "starts_forgotten": "Beginnings of chunks that had to make room in the index.",
+    "heads_forgotten": "Build prefixes of prompts without marks that had to make room.",
+    "prompts_forgotten": "Past prompts that had to make room in the log.",
+    "find_failures": "Errors while something was looked for; after the first, finding is off.",
+    "learn_failures": "Errors while something was learned; after the first, learning is off.",
+}
+"""Prometheus counters of finding and learning; each is named ``sgl_blend:NAME_total``."""
+FINDING_GAUGES = {
+    "starts": "Chunks whose beginning is known.",
+    "start_bytes": "Bytes of the index of beginnings.",
+    "prompts_remembered": "Past prompts in the log.",
+    "prompt_log_bytes": "Bytes of the log.",
+}
+"""Prometheus gauges of finding and learning; each is named ``sgl_blend:NAME``."""
 _KL_BUCKETS = (1e-4, 1e-3, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 
 
@@ -150,6 +169,53 @@ class StorageMetrics:
         before = self._seen.get(name, 0)
         self._seen[name] = total
         return total - before if total >= before else total
+
+
+class FindingMetrics:
+    """Publishes what was learned and how large its tables are; owned by the scheduler thread.
+
+    Args:
+        publish: As in BlendMetrics.
+        labels: As in BlendMetrics.
+    """
+
+    def __init__(self, *, publish: bool, labels: dict[str, str]) -> None:
+        self._prometheus = _PrometheusFinding(labels) if publish else None
+        self._seen: Counter[str] = Counter()
+
+    def update(self, found: Mapping[str, int]) -> None:
+        """Publish sizes, and what came since the last call.
+
+        Args:
+            found: By the names of FINDING_COUNTERS and FINDING_GAUGES. A server that learns
+                nothing has only some of them.
+        """
+        if self._prometheus is None:
+            return
+        for name, value in found.items():
+            if name in FINDING_GAUGES:
+                self._prometheus.gauges[name].set(value)
+            else:
+                self._prometheus.counters[name].inc(value - self._seen[name])
+                self._seen[name] = value
+
+
+class _PrometheusFinding:
+    def __init__(self, labels: dict[str, str]) -> None:
+        from prometheus_client import Counter as PrometheusCounter
+        from prometheus_client import Gauge
+
+        names = list(labels)
+        self.counters = {
+            name: PrometheusCounter(f"sgl_blend:{name}_total", text, names).labels(**labels)
+            for name, text in FINDING_COUNTERS.items()
+        }
+        self.gauges = {
+            name: Gauge(f"sgl_blend:{name}", text, names, multiprocess_mode="mostrecent").labels(
+                **labels
+            )
+            for name, text in FINDING_GAUGES.items()
+        }
 
 
 class _PrometheusStorage:

@@ -10,6 +10,8 @@ import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, random_tokens
 
+from sgl_blend.metrics import FINDING_COUNTERS, FINDING_GAUGES
+
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
@@ -142,6 +144,19 @@ def test_operators_see_learned_chunks_that_wait_and_that_are_built(
     assert done["chunks_pending"] == 0
     assert done["chunks_built"] - before["chunks_built"] == 3
     assert done["build_steps"] - before["build_steps"] >= 3
+
+
+def _finding(driver: Driver) -> dict[str, int]:
+    finding: dict[str, int] = driver.runtime.describe()["finding"]
+    return finding
+
+
+@pytest.mark.parametrize("find", ["known", "learned"])
+def test_all_that_is_told_of_finding_has_a_metric(start_engine: StartEngine, find: str) -> None:
+    told = start_engine(blend_find=find).call(_finding)
+    assert set(told) <= set(FINDING_COUNTERS) | set(FINDING_GAUGES)
+    if find == "learned":
+        assert len(told) == len(FINDING_COUNTERS) + len(FINDING_GAUGES)
 
 
 def test_known_learns_nothing(start_engine: StartEngine) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.metrics import BlendMetrics
+from sgl_blend.metrics import BlendMetrics, FindingMetrics
 from sgl_blend.report import BlendReport
 
 COUNTS = (
@@ -75,7 +75,7 @@ def test_blended_is_what_took_chunk_kv(all_reports: list[BlendReport]) -> None:
 _PUBLISH = """
 import sys
 from sgl_blend.fallback import FallbackReason
-from sgl_blend.metrics import BlendMetrics
+from sgl_blend.metrics import BlendMetrics, FindingMetrics
 from sgl_blend.report import BlendReport
 metrics = BlendMetrics(publish=True, labels={"model_name": "m"})
 counts = dict(prompt_tokens=100, prefix_tokens=10, recomputed_tokens=20, computed_tokens=10,
@@ -179,3 +179,28 @@ def test_what_storage_counts_appears_in_the_servers_metrics(tmp_path: Path) -> N
     assert value("read_bytes") == 2000
     assert value("read_seconds") == 1.0
     assert value("faults", reason="corrupt") == 2
+
+
+_PUBLISH_FINDING = """
+from sgl_blend.metrics import FindingMetrics
+metrics = FindingMetrics(publish=True, labels={"model_name": "m"})
+metrics.update({"learned_chunks": 2, "learned_tokens": 700, "starts": 2, "start_bytes": 2048})
+metrics.update({"learned_chunks": 3, "learned_tokens": 900, "starts": 1, "start_bytes": 2048})
+"""
+
+
+def test_what_is_learned_appears_in_the_servers_metrics(tmp_path: Path) -> None:
+    registry = _collected(_PUBLISH_FINDING, tmp_path)
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(name, {"model_name": "m"})
+
+    assert value("sgl_blend:learned_chunks_total") == 3
+    assert value("sgl_blend:learned_tokens_total") == 900
+    assert value("sgl_blend:starts") == 1
+    assert value("sgl_blend:start_bytes") == 2048
+    assert value("sgl_blend:learn_failures_total") == 0
+
+
+def test_nothing_of_finding_is_published_unless_asked_for() -> None:
+    FindingMetrics(publish=False, labels={}).update({"starts": 1, "no such name": 2})

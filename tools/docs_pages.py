@@ -87,6 +87,8 @@ def prometheus() -> str:
         (f"storage_{name}_total", "counter", text)
         for name, text in metrics.STORAGE_COUNTERS.items()
     ]
+    rows += [(f"{name}_total", "counter", text) for name, text in metrics.FINDING_COUNTERS.items()]
+    rows += [(name, "gauge", text) for name, text in metrics.FINDING_GAUGES.items()]
     rows.append(("storage_faults_total", "counter by `reason`", metrics.STORAGE_FAULTS))
     rows.append(("storage_level_hits_total", "counter by `level`", metrics.STORAGE_LEVELS))
     rows.append(("fallback_total", "counter by `reason`", metrics.FALLBACK_COUNTER))
