@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python -m benchmarks.find_quality
 
-The same held-out prompts are answered three times: in full, with every document marked, and without
-a mark by a server that has learned. It learned from other prompts: each half of the documents of a
-prompt was seen in two of them, behind a document of another prompt. So its chunks hold several
-documents, as runs that come again do, and a prompt is made of two of them and of their seams.
+The prompts begin alike, as those of one application do. The same held-out prompts are answered three
+times: in full, with every document marked, and without a mark by a server that has learned. It learned
+from other prompts: each half of the documents of a prompt was seen in two of them, behind a document of
+another prompt. So its chunks hold several documents, as runs that come again do, and a prompt is made
+of two of them and of their seams.
 
 Compared are KL(full || blended) of the first token and the share of right answers, in pairs, with
 bootstrap intervals. Exit status 1 if the mean KL is more than 0.1 nats above that of marked chunks, or
@@ -19,6 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,19 @@ def ask_learned(
     return answers, learned
 
 
+def under_one_head(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Give all prompts the text before the first document of the first one, as one application does."""
+    head = prompts[0].token_ids[: prompts[0].spans[0]]
+    return [
+        replace(
+            one,
+            token_ids=head + one.token_ids[one.spans[0] :],
+            spans=tuple(edge - one.spans[0] + len(head) for edge in one.spans),
+        )
+        for one in prompts
+    ]
+
+
 def first_sights(prompts: Sequence[Prompt], number: int, sight: int = 0) -> list[Tokens]:
     """Return two prompts that hold a half each of a prompt's documents, behind another document."""
     prompt = prompts[number]
@@ -217,7 +232,7 @@ def main() -> int:
     items = [
         msgspec.convert(line, ItemLine).to_item() for line in make_held_out(args.seed, args.count)
     ]
-    prompts = [make_prompt(item, templates, encode) for item in items]
+    prompts = under_one_head([make_prompt(item, templates, encode) for item in items])
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     full, marked = ask_marked(model, prompts, min(NUM_TOP, vocab_size), print)
     learned, built = ask_learned(model, prompts, full, print)

@@ -6,7 +6,7 @@ with blend parameters, where the gate has to refuse it.
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -15,6 +15,8 @@ SEP_ID = 3
 BIG = (2**31, 2**53, 2**63 - 1, 2**63, -(2**63), 10**30)
 JSON_HEADERS = {"Content-Type": "application/json"}
 REFUSED = frozenset({400})
+ABORTED = 499
+"""Status of a request that was aborted before its answer."""
 ODD: tuple[Any, ...] = (
     *(
         None,
@@ -305,7 +307,11 @@ def floods(draw: Random) -> Attack:
 
 def operators(draw: Random) -> Attack:
     if draw.random() < 0.6:
-        return draw.choice((hang_ups, floods))(draw)
+        attack = draw.choice((hang_ups, floods))(draw)
+        if attack.expected is None:
+            return attack
+        # One that is sent at the same time may abort all requests.
+        return replace(attack, expected=attack.expected | {ABORTED})
     path, body = draw.choice(
         (
             *(

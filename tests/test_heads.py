@@ -95,11 +95,11 @@ def test_where_fewer_than_a_quarter_part_there_is_no_head() -> None:
         assert heads.of("a", join(beginning, text(100 + number, 100))) == 0
 
 
-@pytest.mark.parametrize("size", [15, 16])
-def test_a_head_has_sixteen_tokens(size: int) -> None:
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_head_has_at_least_four_tokens(size: int) -> None:
     heads = Heads(BORDERS)
     found = [heads.of("a", join(text(7, size), text(seed, 100))) for seed in range(10, 20)]
-    assert found[-1] == (16 if size == 16 else 0)
+    assert found[-1] == (4 if size == 4 else 0)
 
 
 def test_the_same_prompt_again_says_nothing() -> None:

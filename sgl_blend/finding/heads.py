@@ -23,7 +23,7 @@ _RECENT = 32
 _SHARE = 4
 """A head is named where one in four of them parts."""
 _FEWEST = 2
-_LEAST_TOKENS = 16
+_LEAST_TOKENS = 4
 _NO_TOKEN = -1
 
 
@@ -172,10 +172,10 @@ class Heads:
 
 def _before_headers(ends: NDArray[np.intp], strengths: Strengths) -> NDArray[np.intp]:
     """Move ends that stand in the header of a message, or right behind it, to where it begins."""
-    special = np.flatnonzero(strengths == Border.SPECIAL)
+    special = np.flatnonzero(strengths[1:] == Border.SPECIAL) + 1  # 0 is the prompt's beginning
     if not len(special):
         return ends
-    begins = np.flatnonzero(np.diff(special, prepend=-HEADER - 1) > HEADER)
+    begins = np.flatnonzero(np.diff(special, prepend=-HEADER) > HEADER)
     header = special[begins][np.searchsorted(begins, np.arange(len(special)), side="right") - 1]
     last = np.searchsorted(special, ends, side="right") - 1
     in_header = (last >= 0) & (ends - special[last] <= HEADER)
