@@ -10,7 +10,7 @@ of two of them and of their seams.
 
 Compared are KL(full || blended) of the first token and the share of right answers, in pairs, with
 bootstrap intervals. Exit status 1 if the mean KL is more than 0.1 nats above that of marked chunks, or
-if fewer than 0.8 of the documents' tokens were found.
+if fewer than half of the documents' tokens were found.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ from sgl_blend.engine.offline import OfflineEngine
 from sgl_blend.settings.config import BlendConfig
 
 ROOT = Path(__file__).parents[1]
-BAR_NATS, LEAST_FOUND = 0.1, 0.8
+BAR_NATS, LEAST_FOUND = 0.1, 0.5
+"""Documents of this model have 37 to 75 tokens, and nothing below 64 tokens is learned by itself."""
 BATCH = 10
 NEW_TOKENS = 8
 PATIENCE_S = 120.0

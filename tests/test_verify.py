@@ -16,6 +16,7 @@ from harness import Driver
 from tiny_models import make_text_model
 
 from sgl_blend.commands.evaluation.bundled import bundled_digest, bundled_items
+from sgl_blend.commands.evaluation.cuts import KINDS
 from sgl_blend.commands.evaluation.judge import Bounds, Judgement
 from sgl_blend.commands.evaluation.prompts import Templates
 from sgl_blend.commands.evaluation.verify import Exactness, Plan, Verdict
@@ -166,6 +167,30 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
     config = BlendConfig(enable_blend=True, blend_preset=str(profile)).with_profile()
     default = BlendConfig(enable_blend=True, blend_preset=str(profile))
     assert config == default
+
+
+@pytest.mark.engine
+def test_chunks_are_cut_in_other_places(model_folder: Path, tmp_path: Path) -> None:
+    model = make_text_model("llama-llama3", model_folder)
+    data, profile = (
+        write_data(tmp_path / "mine.jsonl", 4, num_letters=70),
+        tmp_path / "profile.json",
+    )
+    facts = tmp_path / "facts.json"
+    flags = ["--data", str(data), "--cuts", "--json", str(facts), "--profile", str(profile)]
+
+    done = run_verify(model, ROOT, *flags)
+
+    assert done.returncode == 3, done.stdout + done.stderr[-2000:]
+    documents, words, halves = json.loads(facts.read_text())["cuts"]
+    assert [one["kind"] for one in (documents, words, halves)] == [*KINDS]
+    assert (documents["chunks"], words["chunks"], halves["chunks"]) == (12, 12, 24)
+    assert documents["more_than_documents"] == 0
+    assert len({one["kl"] for one in (documents, words, halves)}) == 3
+    assert min(one["kl"] for one in (documents, words, halves)) > 0
+    told = [line for line in done.stdout.splitlines() if line.startswith("cuts ")]
+    assert len(told) == 3
+    assert load_profile(str(profile)).measured["cuts"]["halves"] == halves["kl"]
 
 
 @pytest.mark.engine

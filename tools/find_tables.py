@@ -85,5 +85,9 @@ def own_history() -> str:
     return circumstances(found, "benchmarks/own_history.py") + table(header, rows)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"find": find, "own_history": own_history}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "find": find,
+    "find_quality": find_quality,
+    "own_history": own_history,
+}
 """By the name of the file, without its ending."""

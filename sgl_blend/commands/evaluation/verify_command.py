@@ -14,8 +14,11 @@ from sgl_blend.commands.common.console import output_console, print_line, progre
 from sgl_blend.commands.evaluation.flags import add_engine_and_template_flags, read_templates
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console
 
+    from sgl_blend.commands.evaluation.cuts import Cut
     from sgl_blend.commands.evaluation.scores import Row
     from sgl_blend.commands.evaluation.verify import Plan, Verdict
 
@@ -62,6 +65,13 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--policies", type=list_of(str), default=["hkvd", "funnel", "gradual"])
     parser.add_argument("--ratios", type=list_of(float), default=[0.05, 0.1, 0.15, 0.2, 0.3, 0.5])
     parser.add_argument("--check-layers", type=list_of(int), default=[1, 2])
+    parser.add_argument(
+        "--cuts",
+        action="store_true",
+        help="also ask with the chunks cut at random words and halved, as text that --blend-find "
+        "learned keeps may be; warn where that loses more than --max-kl. The exit status is that of "
+        "the verdict",
+    )
     add_engine_and_template_flags(parser)
     parser.add_argument(
         "--profile", type=Path, metavar="OUT", help="write the settings for --blend-preset"
@@ -84,14 +94,19 @@ def run_verify(args: argparse.Namespace) -> int:
     plan = _make_plan(args)
     with progress(Console(stderr=True), None) as watch:
         verdict = verify(plan, watch)
-    _print(verdict, output_console())
+    may_be_cut = args.cuts and verdict.judgement.refusal is None
+    cuts = _measure_cuts(verdict) if may_be_cut else []
+    _print(verdict, cuts, output_console())
     if args.json is not None:
-        text = msgspec.json.encode({"model": args.model_path, **_facts(verdict)})
+        text = msgspec.json.encode({"model": args.model_path, **_facts(verdict), "cuts": cuts})
         args.json.write_bytes(msgspec.json.format(text, indent=2) + b"\n")
     if verdict.judgement.refusal is not None:
         return REFUSED
     if args.profile is not None:
-        verdict.profile().save(args.profile)
+        profile = verdict.profile()
+        if cuts:
+            profile.measured["cuts"] = {cut.kind: cut.kl for cut in cuts}
+        profile.save(args.profile)
     return 0 if verdict.judgement.not_judged is None else NOT_JUDGED
 
 
@@ -122,6 +137,28 @@ def _make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
+def _measure_cuts(verdict: Verdict) -> list[Cut]:
+    """Cut the chunks of all prompts in other places, and serve them as the verdict says."""
+    from sgl_blend.commands.evaluation.cuts import Way, default_way, measure_cuts
+    from sgl_blend.commands.evaluation.evaluate import NUM_TOP, read_shape
+    from sgl_blend.commands.evaluation.prompts import load_encoder, make_prompt
+
+    plan, row = verdict.plan, verdict.judgement.chosen
+    encode = load_encoder(plan.model_path)
+    vocab_size = read_shape(plan.settings()).vocab_size
+    way = default_way()
+    if row is not None and row.check_layer is not None:
+        way = Way(row.policy, row.ratio, row.check_layer)
+    return measure_cuts(
+        plan.model_path,
+        [make_prompt(item, plan.templates, encode) for item in plan.items],
+        way,
+        plan.engine_args,
+        num_top=min(NUM_TOP, vocab_size),
+        vocab_size=vocab_size,
+    )
+
+
 def _facts(verdict: Verdict) -> dict[str, object]:
     plan, exactness, judgement = verdict.plan, verdict.exactness, verdict.judgement
     return {
@@ -145,7 +182,7 @@ def _facts(verdict: Verdict) -> dict[str, object]:
     }
 
 
-def _print(verdict: Verdict, console: Console) -> None:
+def _print(verdict: Verdict, cuts: Sequence[Cut], console: Console) -> None:
     plan, exactness, judgement = verdict.plan, verdict.exactness, verdict.judgement
     errors = ", ".join(f"{d:,}: {error:.0e}" for d, error in exactness.rotation_errors.items())
     lines = [
@@ -166,9 +203,28 @@ def _print(verdict: Verdict, console: Console) -> None:
         )
         if not plan.is_own_data:
             lines.append("judged     by the package's prompts; give --data for your own questions")
+    lines += _describe_cuts(cuts, plan.bounds.max_kl, len(plan.items))
     lines.append(f"verdict    {_verdict(verdict)}")
     for line in lines:
         print_line(console, line)
+
+
+def _describe_cuts(cuts: Sequence[Cut], max_kl: float, num_prompts: int) -> list[str]:
+    from sgl_blend.commands.evaluation.cuts import worse
+
+    lines = [
+        f"cuts       {cut.kind}, {cut.chunks / num_prompts:.1f} chunks a prompt: KL {cut.kl:.2g} "
+        f"[{cut.kl_ci95[0]:.2g}, {cut.kl_ci95[1]:.2g}], {cut.more_than_documents:+.2g} "
+        f"[{cut.more_ci95[0]:+.2g}, {cut.more_ci95[1]:+.2g}] beside documents, same first token "
+        f"{cut.top1:.1%}"
+        for cut in cuts
+    ]
+    lines += [
+        f"warning    chunks cut as {cut.kind} lose {cut.more_than_documents:.2g} nats more than "
+        f"documents, beyond {max_kl:g}: text that --blend-find learned keeps may lose as much"
+        for cut in worse(cuts, max_kl)
+    ]
+    return lines
 
 
 def _verdict(verdict: Verdict) -> str:
