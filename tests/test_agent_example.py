@@ -98,6 +98,7 @@ def test_a_turn_without_repeats_has_no_share() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # .ci/run plays the short form by itself
 def test_the_short_form_finds_what_repeats(tmp_path: Path) -> None:
     record, plot = tmp_path / "agent.json", tmp_path / "agent.png"
     command = [sys.executable, "-m", "examples.agent", "--short"]
