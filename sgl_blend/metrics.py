@@ -159,16 +159,11 @@ class StorageMetrics:
         assert isinstance(levels, dict), "pages are by level"
         for name, total in found.items():
             assert not isinstance(total, dict), f"{name} is one number"
-            self._prometheus.totals[name].inc(self._growth(name, total))
+            self._prometheus.totals[name].inc(_growth(self._seen, name, total))
         for reason, count in faults.items():
-            self._prometheus.fault(reason).inc(self._growth(f"fault {reason}", count))
+            self._prometheus.fault(reason).inc(_growth(self._seen, f"fault {reason}", count))
         for level, count in levels.items():
-            self._prometheus.level(level).inc(self._growth(f"level {level}", count))
-
-    def _growth(self, name: str, total: float) -> float:
-        before = self._seen.get(name, 0)
-        self._seen[name] = total
-        return total - before if total >= before else total
+            self._prometheus.level(level).inc(_growth(self._seen, f"level {level}", count))
 
 
 class FindingMetrics:
@@ -181,7 +176,7 @@ class FindingMetrics:
 
     def __init__(self, *, publish: bool, labels: dict[str, str]) -> None:
         self._prometheus = _PrometheusFinding(labels) if publish else None
-        self._seen: Counter[str] = Counter()
+        self._seen: dict[str, float] = {}
 
     def update(self, found: Mapping[str, int]) -> None:
         """Publish sizes, and what came since the last call.
@@ -196,8 +191,14 @@ class FindingMetrics:
             if name in FINDING_GAUGES:
                 self._prometheus.gauges[name].set(value)
             else:
-                self._prometheus.counters[name].inc(value - self._seen[name])
-                self._seen[name] = value
+                self._prometheus.counters[name].inc(_growth(self._seen, name, value))
+
+
+def _growth(seen: dict[str, float], name: str, total: float) -> float:
+    """Return what a total grew by since the last call; one that fell began at 0 again."""
+    before = seen.get(name, 0)
+    seen[name] = total
+    return total - before if total >= before else total
 
 
 class _PrometheusFinding:

@@ -186,6 +186,7 @@ from sgl_blend.metrics import FindingMetrics
 metrics = FindingMetrics(publish=True, labels={"model_name": "m"})
 metrics.update({"learned_chunks": 2, "learned_tokens": 700, "starts": 2, "start_bytes": 2048})
 metrics.update({"learned_chunks": 3, "learned_tokens": 900, "starts": 1, "start_bytes": 2048})
+metrics.update({"learned_chunks": 1})  # it began anew
 """
 
 
@@ -195,7 +196,7 @@ def test_what_is_learned_appears_in_the_servers_metrics(tmp_path: Path) -> None:
     def value(name: str) -> float | None:
         return registry.get_sample_value(name, {"model_name": "m"})
 
-    assert value("sgl_blend:learned_chunks_total") == 3
+    assert value("sgl_blend:learned_chunks_total") == 4
     assert value("sgl_blend:learned_tokens_total") == 900
     assert value("sgl_blend:starts") == 1
     assert value("sgl_blend:start_bytes") == 2048
