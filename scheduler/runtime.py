@@ -1,6 +1,7 @@
 """The scheduler process's side of the plugin: its parts, and the life of a request through them."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from sgl_blend.engine.admission import (
@@ -371,7 +372,7 @@ class BlendRuntime:
         if self.learner is not None:
             self.learner.finished(state, prompt_ids(req))
         if self.finder is not None:
-            self._finding_metrics.update(self._describe_finding(self.finder))
+            self._finding_metrics.update(partial(self._describe_finding, self.finder))
 
     def _describe_finding(self, finder: Finder) -> dict[str, int]:
         learner = {} if self.learner is None else self.learner.describe()

@@ -1,7 +1,7 @@
 """Totals of the scheduler process, for /server_info and Prometheus."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sgl_blend.fallback import FallbackReason
@@ -178,16 +178,16 @@ class FindingMetrics:
         self._prometheus = _PrometheusFinding(labels) if publish else None
         self._seen: dict[str, float] = {}
 
-    def update(self, found: Mapping[str, int]) -> None:
+    def update(self, describe: Callable[[], Mapping[str, int]]) -> None:
         """Publish sizes, and what came since the last call.
 
         Args:
-            found: By the names of FINDING_COUNTERS and FINDING_GAUGES. A server that learns
-                nothing has only some of them.
+            describe: Returns numbers by the names of FINDING_COUNTERS and FINDING_GAUGES; called
+                only if they are published. A server that learns nothing has only some of them.
         """
         if self._prometheus is None:
             return
-        for name, value in found.items():
+        for name, value in describe().items():
             if name in FINDING_GAUGES:
                 self._prometheus.gauges[name].set(value)
             else:

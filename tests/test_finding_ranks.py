@@ -65,5 +65,6 @@ def test_l9_two_ranks_learn_and_find_alike(ranks: Ranks, count: int) -> None:
     (found, described), (others, other) = ranks.call(_ask_many, count)
     assert found == others
     assert described == other
-    assert sum(map(bool, found)) > count // 4
+    # Documents are cut to 40 to 200 tokens, and parts below 64 tokens are not used.
+    assert sum(map(bool, found)) > count // 8
     assert described["learned_chunks"] > 3

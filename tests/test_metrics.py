@@ -184,9 +184,9 @@ def test_what_storage_counts_appears_in_the_servers_metrics(tmp_path: Path) -> N
 _PUBLISH_FINDING = """
 from sgl_blend.metrics import FindingMetrics
 metrics = FindingMetrics(publish=True, labels={"model_name": "m"})
-metrics.update({"learned_chunks": 2, "learned_tokens": 700, "starts": 2, "start_bytes": 2048})
-metrics.update({"learned_chunks": 3, "learned_tokens": 900, "starts": 1, "start_bytes": 2048})
-metrics.update({"learned_chunks": 1})  # it began anew
+metrics.update(lambda: {"learned_chunks": 2, "learned_tokens": 700, "starts": 2, "start_bytes": 2048})
+metrics.update(lambda: {"learned_chunks": 3, "learned_tokens": 900, "starts": 1, "start_bytes": 2048})
+metrics.update(lambda: {"learned_chunks": 1})  # it began anew
 """
 
 
@@ -204,4 +204,7 @@ def test_what_is_learned_appears_in_the_servers_metrics(tmp_path: Path) -> None:
 
 
 def test_nothing_of_finding_is_published_unless_asked_for() -> None:
-    FindingMetrics(publish=False, labels={}).update({"starts": 1, "no such name": 2})
+    def fail() -> dict[str, int]:
+        raise AssertionError("nobody asks for it")
+
+    FindingMetrics(publish=False, labels={}).update(fail)
