@@ -17,7 +17,7 @@ TOKEN_KINDS = ("prefix_tokens", "reused_tokens", "recomputed_tokens", "computed_
 COUNTED = ("requests", "prompt_tokens", *TOKEN_KINDS, "chunk_hits", "chunk_misses")
 """Totals of the server that are reported per ratio."""
 
-BUILD_TIMEOUT_S = 180.0
+BUILD_TIMEOUT_S = 600.0
 SAME_LOGPROB = 1e-3
 """The streamed token's logprob must agree this well with the distribution read afterwards."""
 
