@@ -1,5 +1,6 @@
 """What the demo without marks is judged by."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from examples.demo.find import Answer, figures, make_table, shortfalls, visits
 from examples.demo.material import Material, make_prompts, make_warm_up
 from examples.demo.measure import TOKEN_KINDS
+
+CHUNKS = [f"document {number}" for number in range(12)]
 
 
 def answer(found: int, blend_s: float = 1.0) -> Answer:
@@ -32,12 +35,18 @@ def test_the_table_has_a_row_for_each_visit() -> None:
     assert make_table({"at first": [answer(0)], "later": [answer(900)]}).row_count == 2
 
 
-def test_every_document_is_seen_twice_before_it_counts() -> None:
-    chunks = [f"document {number}" for number in range(12)]
-    warm_up, prompts = make_warm_up(chunks), make_prompts(chunks)
-    material = Material(Path(), 0, 0, (), (), warm_up, prompts)
-    first, later = visits(material).values()
-    seen = [chunk for prompt in first for chunk in prompt.chunks]
-    assert {chunk: seen.count(chunk) for chunk in chunks} == dict.fromkeys(chunks, 2)
-    assert len({prompt.chunks for prompt in first}) == len(first)
-    assert later == [*prompts]
+@pytest.fixture
+def material() -> Material:
+    return Material(Path(), 0, 0, (), (), make_warm_up(CHUNKS), make_prompts(CHUNKS))
+
+
+def test_every_document_is_seen_twice_before_it_counts(material: Material) -> None:
+    first, second, later = visits(material).values()
+    for visit in (first, second):
+        assert Counter(chunk for prompt in visit for chunk in prompt.chunks) == Counter(CHUNKS)
+    assert later == [*material.prompts]
+
+
+def test_no_prompt_begins_like_another(material: Material) -> None:
+    begins = [prompt.chunks[0] for visit in visits(material).values() for prompt in visit]
+    assert len(set(begins)) == len(begins)
