@@ -14,7 +14,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-.PHONY: setup mooncake demo demo-find agent test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel bench-find clean
+.PHONY: setup mooncake langchain demo demo-find agent test test-versions slow soak eval verify-demo quality lint format docs bench-cold match novel bench-find clean
 
 setup: $(READY)
 
@@ -37,6 +37,15 @@ endif
 # The Mooncake store, for its tests; they are skipped without it.
 mooncake: $(READY)
 	tools/install_mooncake.sh
+
+# LangChain, for the agent through it and for its test, which is skipped without it.
+langchain: build/langchain/.ready
+
+build/langchain/.ready: pyproject.toml
+	$(PYTHON) -m venv build/langchain
+	build/langchain/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	build/langchain/bin/python -m pip install --quiet --group agents
+	touch $@
 
 demo: $(READY)
 	$(PY) -m examples.demo.run

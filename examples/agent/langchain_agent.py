@@ -1,7 +1,6 @@
 """The agent's conversation through LangChain's own client, unmodified.
 
-    python3 -m venv build/langchain
-    build/langchain/bin/pip install langchain-openai
+    make langchain
     build/langchain/bin/python examples/agent/langchain_agent.py URL build/agent/full/prompts.json
 
 URL is a server with --blend-find learned. LangChain has an environment of its own, because it wants
