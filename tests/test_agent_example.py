@@ -4,16 +4,19 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from programs import run_program
 
 from benchmarks.repeats import Repeats
+from examples.agent import measure
 from examples.agent.conversation import NOTE, STEPS, TASK, Agent, Call, Message, Tools
 from examples.agent.material import DOCUMENTS, make_workspace
 from examples.agent.measure import Turn
 from examples.agent.report import figures, make_table, shortfalls
+from sgl_blend.commands.common.server import Server
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,6 +75,36 @@ def turn(computed: int, blend_s: float = 1.0) -> Turn:
     kinds = {"prefix_tokens": 10, "reused_tokens": 0, "recomputed_tokens": 0}
     tokens = {"prompt_tokens": 1000, "found_tokens": 0, **kinds, "computed_tokens": computed}
     return Turn(tokens, Repeats(exact=10, repeated=900), blend_s, 4.0)
+
+
+class FakeServer:
+    """Builds something after each of its requests, until it is waited for."""
+
+    def __init__(self, name: str) -> None:
+        self.url = name
+        self.is_building = False
+
+    def wait_for_builds(self) -> None:
+        self.is_building = False
+
+    def info(self) -> dict[str, int]:
+        return dict.fromkeys(measure.COUNTED, 0)
+
+
+def test_nothing_is_built_while_a_server_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    blend, stock = FakeServer("blend"), FakeServer("stock")
+    order: list[str] = []
+
+    def first_token(server: FakeServer, messages: list[Message]) -> float:
+        assert not blend.is_building
+        blend.is_building = server is blend
+        order.append(server.url)
+        return 1.0
+
+    monkeypatch.setattr(measure, "first_token", first_token)
+    monkeypatch.setattr(measure, "tokenize", lambda server, messages: np.arange(40))
+    measure.play(cast(Server, blend), cast(Server, stock), [[], []])
+    assert order == ["blend", "stock", "stock", "blend"]
 
 
 def told(*later: Turn) -> dict[str, Any]:

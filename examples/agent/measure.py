@@ -42,8 +42,8 @@ class Turn:
 def play(blend: Server, stock: Server, prompts: Sequence[list[Message]]) -> list[Turn]:
     """Send each prompt to both servers, one after the other.
 
-    Before each the blending server may finish what it builds, as while an agent's tools run. The
-    servers take turns in going first.
+    Before each request the blending server may finish what it builds, as while an agent's tools run:
+    the two share a machine, and builds must slow neither. The servers take turns in going first.
 
     Raises:
         ServerError: A server answers no token.
@@ -54,7 +54,10 @@ def play(blend: Server, stock: Server, prompts: Sequence[list[Message]]) -> list
         blend.wait_for_builds()
         before = blend.info()
         pair = (blend, stock) if number % 2 == 0 else (stock, blend)
-        seconds = {server.url: first_token(server, messages) for server in pair}
+        seconds = {}
+        for server in pair:
+            blend.wait_for_builds()
+            seconds[server.url] = first_token(server, messages)
         after = blend.info()
         tokens = {name: int(after[name]) - int(before[name]) for name in COUNTED}
         turns.append(Turn(tokens, told, seconds[blend.url], seconds[stock.url]))

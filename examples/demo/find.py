@@ -64,7 +64,7 @@ def visits(material: Material) -> dict[str, list[Prompt]]:
 
 
 def ask_both(blend: Server, stock: Server, prompt: Prompt, vocab_size: int) -> Answer:
-    """Send a prompt to both servers when nothing is being built."""
+    """Send a prompt to both servers, to each when nothing is being built: builds must slow neither."""
     import numpy as np
 
     text = prompt.plain()
@@ -72,6 +72,7 @@ def ask_both(blend: Server, stock: Server, prompt: Prompt, vocab_size: int) -> A
     before = blend.info()
     ours = stream_first_token(blend, text, None)
     after = blend.info()
+    blend.wait_for_builds()
     full = stream_first_token(stock, text, None)
     names = ("prompt_tokens", "found_tokens", *TOKEN_KINDS)
     pair = [np.stack([read_distribution(one, text, None, vocab_size)]) for one in (stock, blend)]
