@@ -27,6 +27,9 @@ _BITS_PER_PLACE = 32
 _BITS_PER_WORD = 64
 _YOUNG = np.uint32(1 << 31)
 """Set in the length of a young entry."""
+_LEARNED = np.uint32(1 << 30)
+"""Set in the length of an entry whose chunk was made of text that came again."""
+_LENGTH = np.uint32(_LEARNED - 1)
 _OTHER = np.uint64(0xD6E8FEB86659FD93)
 """Turns the bits that choose the first bucket into those that choose the second."""
 
@@ -64,16 +67,21 @@ class StartIndex:
         self._set_tables(np.zeros((_FEWEST_BUCKETS, _WAYS), np.uint64))
         self._lengths = np.zeros(self._places.shape, np.uint32)
 
-    def register(self, fingerprints: Fingerprints, lengths: Lengths) -> None:
+    def register(
+        self, fingerprints: Fingerprints, lengths: Lengths, *, learned: bool = False
+    ) -> None:
         """Add starts, or change the length of known ones; they are young then.
 
         Args:
             fingerprints: uint64 [m].
-            lengths: uint32 [m], tokens of each chunk, below 2^31. The last one counts if a
+            lengths: uint32 [m], tokens of each chunk, below 2^30. The last one counts if a
                 fingerprint comes twice.
+            learned: Whether the chunks were made of text that came again.
         """
         backwards, first = np.unique(fingerprints[::-1], return_index=True)
         new, lengths = backwards, lengths[::-1][first].astype(np.uint32)
+        if learned:
+            lengths |= _LEARNED
         at = self._find(new)
         known = at >= 0
         self._refresh(at[known])
@@ -118,7 +126,13 @@ class StartIndex:
         maybe = np.flatnonzero(words)
         at = self._find(fingerprints[maybe])
         known = at >= 0
-        return maybe[known], self._lengths.reshape(-1)[at[known]] & ~_YOUNG
+        return maybe[known], self._lengths.reshape(-1)[at[known]] & _LENGTH
+
+    def are_learned(self, fingerprints: Fingerprints) -> NDArray[np.bool_]:
+        """Tell which begin a chunk that was learned; uint64 [m] to bool [m]. This is no use."""
+        at = self._find(fingerprints)
+        learned: NDArray[np.bool_] = self._lengths.reshape(-1)[at] & _LEARNED != 0
+        return learned & (at >= 0)
 
     def evicted(self, num_tokens: int) -> None:
         """Move the clock: the pool has evicted tokens, of whatever."""

@@ -156,12 +156,16 @@ class Finder:
         """Return how many tokens of a prompt, from the first on, a namespace holds."""
         return len(self._store.find_prefix(tokens, salt=salt, extra_key=extra_key))
 
-    def built(self, key: ChunkKey) -> None:
-        """Note how a chunk begins that is stored now."""
+    def built(self, key: ChunkKey, *, learned: bool = False) -> None:
+        """Note how a chunk begins that is stored now, and whether it was learned."""
         if key.length >= self._least:
-            ids = np.frombuffer(key.tokens, np.int64, WINDOW)
-            fingerprint = self._windows.salted(self._windows.windows(ids), self._salt(key))
-            self._index.register(fingerprint, np.array([key.length], np.uint32))
+            length = np.array([key.length], np.uint32)
+            self._index.register(self._beginnings([key]), length, learned=learned)
+
+    def are_learned(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """Tell which pieces of one prompt begin as a chunk does that was learned."""
+        known: list[bool] = self._index.are_learned(self._beginnings(keys)).tolist()
+        return known
 
     def evicted(self, num_tokens: int) -> None:
         """Note that so many tokens are asked of the tree; where there is storage they are kept."""
@@ -175,6 +179,11 @@ class Finder:
     def forget_heads(self) -> None:
         """Forget how prompts begin."""
         self._heads.clear()
+
+    def _beginnings(self, keys: Sequence[ChunkKey]) -> Fingerprints:
+        """Return a fingerprint of each chunk's first tokens; all of one namespace and prefix."""
+        ids = np.concatenate([np.frombuffer(key.tokens, np.int64, WINDOW) for key in keys])
+        return self._windows.salted(self._windows.windows(ids)[::WINDOW], self._salt(keys[0]))
 
     def _salt(self, key: ChunkKey) -> int:
         # An absent class is not the empty one.

@@ -19,7 +19,7 @@ from sgl_blend.finding.sightings import Sightings
 from sgl_blend.finding.spans import Span as Piece
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.builds import ChunkBuilder
-from sgl_blend.scheduler.finder import Search, beginning, ids_of
+from sgl_blend.scheduler.finder import Finder, Search, beginning, ids_of
 from sgl_blend.scheduler.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -37,11 +37,14 @@ class Learner:
         lessons: Chooses chunks.
         borders: Of the tokenizer.
         builder: Builds them.
+        finder: Finds them.
         share: Tokens that may be built per token of a client's prompt; 0 builds nothing.
 
     Attributes:
         num_chunks: Chunks that were given to the builder.
         num_tokens: Their tokens.
+        num_hits: Pieces of such chunks that were found and used.
+        num_hit_tokens: Their tokens.
         num_unpaid: Chunks that were not built, because too little was asked.
         num_failures: Errors of the learner. After the first it learns no more.
     """
@@ -52,6 +55,7 @@ class Learner:
         lessons: Lessons,
         borders: Borders,
         builder: ChunkBuilder,
+        finder: Finder,
         *,
         share: float,
     ) -> None:
@@ -59,10 +63,12 @@ class Learner:
         self._lessons = lessons
         self._borders = borders
         self.builder = builder
+        self._finder = finder
         self._share = share
         self._credit = float(_MOST_CREDIT if share else 0)
         self._coming: OrderedDict[ChunkKey, None] = OrderedDict()
-        self.num_chunks = self.num_tokens = self.num_unpaid = self.num_failures = 0
+        self.num_chunks = self.num_tokens = self.num_hits = self.num_hit_tokens = 0
+        self.num_unpaid = self.num_failures = 0
 
     @property
     def is_on(self) -> bool:
@@ -83,17 +89,18 @@ class Learner:
         # Of all tokens: an agent whose history is an exact prefix computes little, and must learn.
         self._credit = min(_MOST_CREDIT, self._credit + self._share * state.report.prompt_tokens)
         search = state.search
-        if search is None or not search.learns or search.num_tokens != len(tokens):
-            return
         try:
-            self._learn(search, state, tokens)
+            self._count_hits(state)
+            if search is not None and search.learns and search.num_tokens == len(tokens):
+                self._learn(search, state, tokens)
         except Exception:  # a bug of ours must not end a server
             self.num_failures += 1
             logger.exception("sgl-blend: learning failed, and is off from now on")
 
     def built(self, key: ChunkKey) -> None:
-        """Note that a chunk is stored."""
+        """Note that a chunk is stored which was learned."""
         self._coming.pop(key, None)
+        self._finder.built(key, learned=True)
 
     def clear(self) -> None:
         """Forget all prompts, and what was to be built."""
@@ -106,12 +113,29 @@ class Learner:
         return {
             "learned_chunks": self.num_chunks,
             "learned_tokens": self.num_tokens,
+            "learned_hits": self.num_hits,
+            "learned_hit_tokens": self.num_hit_tokens,
             "unpaid_chunks": self.num_unpaid,
             "prompts_remembered": len(self._sightings),
             "prompt_log_bytes": self._sightings.num_bytes,
             "prompts_forgotten": self._sightings.num_forgotten,
             "learn_failures": self.num_failures,
         }
+
+    def _count_hits(self, state: RequestState) -> None:
+        hits = [
+            state.keys[number]
+            for number in state.found
+            if state.spans[number].start in state.hit_starts
+        ]
+        if hits:
+            learned = [
+                key.length
+                for key, is_learned in zip(hits, self._finder.are_learned(hits), strict=True)
+                if is_learned
+            ]
+            self.num_hits += len(learned)
+            self.num_hit_tokens += sum(learned)
 
     def _learn(self, search: Search, state: RequestState, tokens: array[int]) -> None:
         ids, home = ids_of(tokens), search.home

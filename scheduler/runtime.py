@@ -268,7 +268,8 @@ class BlendRuntime:
                 if not state.counted:  # a retracted request is prefilled again
                     if not is_health_check(req):
                         self._metrics.add(state.report)
-                        self._learn(state, req)
+                        if self.finder is not None:
+                            self._learn(self.finder, state, req)
                     state.counted = True
                 self.release(req)
 
@@ -368,11 +369,10 @@ class BlendRuntime:
             "canary": None if self.canary is None else self.canary.describe(),
         }
 
-    def _learn(self, state: RequestState, req: Req) -> None:
+    def _learn(self, finder: Finder, state: RequestState, req: Req) -> None:
         if self.learner is not None:
             self.learner.finished(state, prompt_ids(req))
-        if self.finder is not None:
-            self._finding_metrics.update(partial(self._describe_finding, self.finder))
+        self._finding_metrics.update(partial(self._describe_finding, finder))
 
     def _describe_finding(self, finder: Finder) -> dict[str, int]:
         learner = {} if self.learner is None else self.learner.describe()

@@ -81,6 +81,7 @@ def make_learner(
         Lessons(),
         finding.borders,
         make_builder(told),
+        finding.finder,
         share=config.blend_learn_share,
     )
     told.append(learner.built)

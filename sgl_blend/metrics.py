@@ -52,7 +52,9 @@ STORAGE_FAULTS = (
 STORAGE_LEVELS = "Pages that were read from the storage backend, by the level they were coded at."
 FINDING_COUNTERS = {
     "learned_chunks": "Chunks that were made of text that came again.",
-    "learned_tokens": "Their tokens; found_tokens counts how often such tokens were used.",
+    "learned_tokens": "Their tokens.",
+    "learned_hits": "Pieces of such chunks that were found in a prompt and used.",
+    "learned_hit_tokens": "Their tokens. Those of chunks that a client had marked are in found_tokens.",
     "unpaid_chunks": "Chunks that were not made, because the prompts since were too short.",
     "starts_forgotten": "Beginnings of chunks that had to make room in the index.",
     "heads_forgotten": "Build prefixes of prompts without marks that had to make room.",

@@ -35,19 +35,26 @@ NAMES = some_fingerprints(1, 40)
 
 
 class Entries(RuleBasedStateMachine):
-    """Two generations, kept in two dicts."""
+    """Two generations, kept in two dicts, and what was learned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = StartIndex(POOL)
         self.old: dict[int, int] = {}
         self.young: dict[int, int] = {}
+        self.learned: set[int] = set()
         self.clock = 0
 
-    @rule(picks=st.lists(st.integers(0, 39), max_size=20), seed=st.integers(1, 2**31 - 99))
-    def register(self, picks: list[int], seed: int) -> None:
+    @rule(
+        picks=st.lists(st.integers(0, 39), max_size=20),
+        seed=st.integers(1, 2**30 - 99),
+        learned=st.booleans(),
+    )
+    def register(self, picks: list[int], seed: int, learned: bool) -> None:
         lengths = [seed + at for at in range(len(picks))]
-        self.index.register(NAMES[picks], lengths_of(*lengths))
+        self.index.register(NAMES[picks], lengths_of(*lengths), learned=learned)
+        names = set(NAMES[picks].tolist())
+        self.learned = self.learned | names if learned else self.learned - names
         for name, length in zip(NAMES[picks].tolist(), lengths, strict=True):
             self.old.pop(name, None)
             self.young[name] = length
@@ -84,6 +91,8 @@ class Entries(RuleBasedStateMachine):
         assert found(self.index, NAMES) == expected
         assert len(self.index) == len(expected)
         assert self.index.num_forgotten == 0
+        learned = self.index.are_learned(NAMES).tolist()
+        assert learned == [name in self.learned & expected.keys() for name in NAMES.tolist()]
 
 
 TestEntries = Entries.TestCase
@@ -212,3 +221,14 @@ def test_a_probe_among_a_million_is_fast(million: tuple[StartIndex, Fingerprints
         assert len(index.probe(fingerprints)[0]) == 16
 
     assert milliseconds(look_up) < 0.6 * slowness()
+
+
+def test_what_is_not_known_was_not_learned_even_if_the_last_place_is_taken() -> None:
+    index = StartIndex(POOL)
+    names = some_fingerprints(8, 10_000)
+    first, second = index._buckets(names)
+    last = (first == first.max()) & (second == second.max())
+    index.register(names[last][:8], np.full(8, 64, np.uint32), learned=True)
+    assert index._places.reshape(-1)[-1] != 0
+    assert index.are_learned(names[last][:8]).all()
+    assert not index.are_learned(names[~last]).any()
