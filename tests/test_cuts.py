@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from sgl_blend.commands.evaluation.cuts import KINDS, Cut, recut, worse
 from sgl_blend.commands.evaluation.prompts import Prompt
+from sgl_blend.commands.evaluation.verify_command import _describe_cuts, _warned
 
 LEAST = 8
 
@@ -72,6 +73,20 @@ def test_another_kind_is_an_error() -> None:
 
 def cut(kind: str, more: float) -> Cut:
     return Cut(kind, 9, 0.05 + more, (0.0, 1.0), more, (0.0, 1.0), 1.0)
+
+
+def test_what_is_no_number_is_a_loss() -> None:
+    cuts = [cut("documents", float("nan")), cut("random words", float("nan"))]
+    assert [one.kind for one in worse(cuts, 0.1)] == ["random words"]
+
+
+def test_a_loss_is_told_and_recorded() -> None:
+    cuts = [cut("documents", 0.0), cut("random words", 0.12), cut("halves", 0.09)]
+    told = _describe_cuts(cuts, 0.1, 3)
+    assert [line.split()[0] for line in told] == ["cuts", "cuts", "cuts", "warning"]
+    assert "random words lose 0.12 nats more than documents, beyond 0.1" in told[-1]
+    assert _warned(cuts, 0.1) == {"cuts_beyond_max_kl": ["random words"]}
+    assert _warned(cuts, 0.2) == {"cuts_beyond_max_kl": []}
 
 
 def test_a_loss_is_what_lies_beyond_documents() -> None:

@@ -178,11 +178,13 @@ def test_chunks_are_cut_in_other_places(model_folder: Path, tmp_path: Path) -> N
     )
     facts = tmp_path / "facts.json"
     flags = ["--data", str(data), "--cuts", "--json", str(facts), "--profile", str(profile)]
+    flags += ["--max-kl", "1e-6"]
 
     done = run_verify(model, ROOT, *flags)
 
     assert done.returncode == 3, done.stdout + done.stderr[-2000:]
-    documents, words, halves = json.loads(facts.read_text())["cuts"]
+    record = json.loads(facts.read_text())
+    documents, words, halves = record["cuts"]
     assert [one["kind"] for one in (documents, words, halves)] == [*KINDS]
     assert (documents["chunks"], words["chunks"], halves["chunks"]) == (12, 12, 24)
     assert documents["more_than_documents"] == 0
@@ -190,7 +192,13 @@ def test_chunks_are_cut_in_other_places(model_folder: Path, tmp_path: Path) -> N
     assert min(one["kl"] for one in (documents, words, halves)) > 0
     told = [line for line in done.stdout.splitlines() if line.startswith("cuts ")]
     assert len(told) == 3
-    assert load_profile(str(profile)).measured["cuts"]["halves"] == halves["kl"]
+    lose = [one["kind"] for one in (words, halves) if one["more_than_documents"] > 1e-6]
+    warned = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
+    assert len(warned) == len(lose) > 0
+    assert record["cuts_beyond_max_kl"] == lose
+    measured = load_profile(str(profile)).measured
+    assert measured["cuts"]["halves"] == halves["kl"]
+    assert measured["cuts_beyond_max_kl"] == lose
 
 
 @pytest.mark.engine

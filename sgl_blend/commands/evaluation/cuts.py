@@ -147,8 +147,11 @@ def measure_cuts(
 
 
 def worse(cuts: Iterable[Cut], max_kl: float) -> list[Cut]:
-    """Return the ways of cutting that lose more than the bound, in nats, beyond documents."""
-    return [cut for cut in cuts if cut.kind != DOCUMENTS and cut.more_than_documents > max_kl]
+    """Return the ways of cutting that lose more than the bound, in nats, beyond documents.
+
+    What is not a number is a loss, too.
+    """
+    return [cut for cut in cuts if cut.kind != DOCUMENTS and not cut.more_than_documents <= max_kl]
 
 
 def _mean(values: Sequence[float]) -> tuple[float, Interval]:

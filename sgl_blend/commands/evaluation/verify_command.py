@@ -98,7 +98,8 @@ def run_verify(args: argparse.Namespace) -> int:
     cuts = _measure_cuts(verdict) if may_be_cut else []
     _print(verdict, cuts, output_console())
     if args.json is not None:
-        text = msgspec.json.encode({"model": args.model_path, **_facts(verdict), "cuts": cuts})
+        record = {"model": args.model_path, **_facts(verdict), "cuts": cuts}
+        text = msgspec.json.encode({**record, **_warned(cuts, args.max_kl)})
         args.json.write_bytes(msgspec.json.format(text, indent=2) + b"\n")
     if verdict.judgement.refusal is not None:
         return REFUSED
@@ -106,6 +107,7 @@ def run_verify(args: argparse.Namespace) -> int:
         profile = verdict.profile()
         if cuts:
             profile.measured["cuts"] = {cut.kind: cut.kl for cut in cuts}
+            profile.measured.update(_warned(cuts, args.max_kl))
         profile.save(args.profile)
     return 0 if verdict.judgement.not_judged is None else NOT_JUDGED
 
@@ -157,6 +159,13 @@ def _measure_cuts(verdict: Verdict) -> list[Cut]:
         num_top=min(NUM_TOP, vocab_size),
         vocab_size=vocab_size,
     )
+
+
+def _warned(cuts: Sequence[Cut], max_kl: float) -> dict[str, list[str]]:
+    """Return what record and profile say about ways of cutting that lose too much."""
+    from sgl_blend.commands.evaluation.cuts import worse
+
+    return {"cuts_beyond_max_kl": [cut.kind for cut in worse(cuts, max_kl)]}
 
 
 def _facts(verdict: Verdict) -> dict[str, object]:
