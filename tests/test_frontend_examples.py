@@ -1,4 +1,4 @@
-"""The frontend programs of the examples, against one server with a tiny model."""
+"""The frontend programs of the examples, with a server of a tiny model: a given one and their own."""
 
 import re
 import sys
@@ -30,10 +30,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield server.url
 
 
-def rows(program: str, url: str) -> dict[str, dict[str, int]]:
+def rows(program: str, *flags: str) -> dict[str, dict[str, int]]:
     """Run a program and return what it printed of each call."""
-    command = [sys.executable, "-m", f"examples.frontend.{program}", "--url", url]
-    done = run_program(command, ROOT)
+    command = [sys.executable, "-m", f"examples.frontend.{program}", *flags]
+    done = run_program(command, ROOT, timeout_s=600)
     assert done.returncode == 0, done.stdout + done.stderr
     found = ROW.findall(done.stdout)
     return {name: dict(zip(KINDS, map(int, counts), strict=True)) for name, *counts in found}
@@ -42,7 +42,7 @@ def rows(program: str, url: str) -> dict[str, dict[str, int]]:
 @pytest.mark.engine
 @pytest.mark.slow  # .ci/run runs it
 def test_the_reduce_step_reuses_what_the_map_step_stored(url: str) -> None:
-    calls = rows("map_reduce", url)
+    calls = rows("map_reduce", "--url", url)
     assert list(calls) == ["map 1", "map 2", "map 3", "map 4", "reduce"]
     last = calls["reduce"]
     assert last["computed"] < 0.1 * last["prompt"]
@@ -51,8 +51,8 @@ def test_the_reduce_step_reuses_what_the_map_step_stored(url: str) -> None:
 
 @pytest.mark.engine
 @pytest.mark.slow  # .ci/run runs it
-def test_a_judge_computes_answers_once(url: str) -> None:
-    calls = list(rows("judge", url).values())
+def test_a_judge_with_a_server_of_its_own_computes_answers_once() -> None:
+    calls = list(rows("judge", "--short").values())
     assert len(calls) == 4
     for call in calls:
         assert call["computed"] < 0.1 * call["prompt"]
