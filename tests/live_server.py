@@ -63,7 +63,10 @@ class LiveServer:
             raise
         self.http = self.server.http
         self._prompt = new_prompt(70, 66, 90)
-        self._reference = self._answer(None)
+        self._ways: list[dict[str, Any]] = [{}, {"spans": self._prompt[1], "ratio": 1.0}]
+        if "learned" in flags:  # else it would blend the reference, too, and answer by it
+            self._ways = [{**way, "find": "marks"} for way in self._ways]
+        self._reference = self._answer(**self._ways[0])
 
     def close(self) -> None:
         """Stop the server at once: asked to end, SGLang sleeps five seconds."""
@@ -103,16 +106,15 @@ class LiveServer:
         ids: list[int],
         spans: list[int] | None = None,
         ratio: float | None = None,
+        find: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
         """Ask for one token by default; return the answer."""
         sampling: dict[str, Any] = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         sampling |= {key: more.pop(key) for key in ("max_new_tokens",) if key in more}
-        if spans:
-            params: dict[str, Any] = {"sgl_blend_spans": spans}
-            sampling["custom_params"] = params | (
-                {} if ratio is None else {"sgl_blend_ratio": ratio}
-            )
+        given = {"sgl_blend_spans": spans, "sgl_blend_ratio": ratio, "sgl_blend_find": find}
+        if params := {name: value for name, value in given.items() if value not in (None, [])}:
+            sampling["custom_params"] = params
         body = {"input_ids": ids, "sampling_params": sampling, **more}
         response = self.call("POST", "/generate", json=body)
         assert response.status_code == httpx.codes.OK, response.text
@@ -152,8 +154,8 @@ class LiveServer:
     def check_unharmed(self) -> None:
         """Check that it rests, holds no lock, leaked nothing, and answers as when it was new."""
         self.wait_until_at_rest()
-        for ratio in (None, 1.0):
-            self._compare(self._answer(ratio), f"ratio {ratio}")
+        for way in self._ways:
+            self._compare(self._answer(**way), f"asked with {way}")
         self.wait_until_at_rest()
 
     def wait_until_at_rest(self) -> None:
@@ -169,16 +171,9 @@ class LiveServer:
             assert time.monotonic() < deadline, f"not at rest: {pending} pending, pool {pool}"
             time.sleep(0.1)
 
-    def _answer(self, ratio: float | None) -> list[tuple[float, int]]:
+    def _answer(self, **way: Any) -> list[tuple[float, int]]:
         """Return log-probability and id of each token of the reference prompt's answer."""
-        ids, spans = self._prompt
-        answer = self.generate(
-            ids,
-            None if ratio is None else spans,
-            ratio,
-            max_new_tokens=8,
-            return_logprob=True,
-        )
+        answer = self.generate(self._prompt[0], **way, max_new_tokens=8, return_logprob=True)
         return [(entry[0], entry[1]) for entry in answer["meta_info"]["output_token_logprobs"]]
 
     def _compare(self, got: list[tuple[float, int]], what: str) -> None:

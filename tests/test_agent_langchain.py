@@ -19,6 +19,7 @@ TURN = re.compile(r"^turn (\d+): (\d+) of (\d+) tokens found$", re.MULTILINE)
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.skipif(not PYTHON.exists(), reason="LangChain is not installed: make langchain")
 def test_what_comes_again_is_found(tmp_path: Path) -> None:
     model = prepare_model(tmp_path, SHORT, lambda line: None)

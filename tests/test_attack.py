@@ -1,13 +1,15 @@
 """Hostile requests of many classes: the server lives, and answers afterwards as it did before."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from typing import Any
 
 import httpx
 import pytest
 from attacks import AT_ONCE, CLASSES, Attack
-from live_server import BLEND, LiveServer, Servers
+from attacks_unmarked import ALL, MOST_AT_ONCE, document
+from live_server import BLEND, MAX_LOGPROB_ERROR, LiveServer, Servers, new_tokens
 from tiny_models import make_text_model
 
 pytestmark = pytest.mark.engine
@@ -15,6 +17,7 @@ pytestmark = pytest.mark.engine
 SHORT_FORM, LONG_FORM = 3, 24
 """Requests of each class; the long form sends 360."""
 STEPS = ("--chunked-prefill-size", "512")
+LEARN = (*BLEND, "--blend-find", "learned", "--blend-learn-share", "1")
 TIMEOUT_S = 200.0
 
 
@@ -74,23 +77,79 @@ def check_status(servers: Servers, attack: Attack, found: tuple[int, str] | None
         )
 
 
-@pytest.mark.parametrize(
+def attack(
+    servers: Servers,
+    flags: Sequence[str],
+    attacks: Sequence[Attack],
+    at_once: int,
+    check: Callable[[LiveServer], None] = LiveServer.check_unharmed,
+) -> None:
+    """Send all, some at the same time, and check that the server is as it was."""
+    with servers.use(*flags, *STEPS) as server:
+        with ThreadPoolExecutor(at_once) as pool:
+            found = list(pool.map(lambda attack: send(server, attack), attacks))
+
+        check(server)
+    for one, answer in zip(attacks, found, strict=True):
+        check_status(servers, one, answer)
+
+
+def drawn(
+    kind: Callable[[Random], Attack], name: str, num_requests: int, at_once: int
+) -> list[Attack]:
+    return [kind(Random(f"{name} {i}")) for i in range(num_requests * max(1, at_once // 3))]
+
+
+OFTEN = ("repeats", "finds", "everything")
+"""Classes whose short form is not slow, of those that a server is sent that learns."""
+LENGTHS = pytest.mark.parametrize(
     "num_requests",
     [
         pytest.param(SHORT_FORM, id="short"),
         pytest.param(LONG_FORM, id="long", marks=pytest.mark.slow),
     ],
 )
+
+
+@LENGTHS
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_server_survives(servers: Servers, name: str, num_requests: int) -> None:
     at_once = AT_ONCE.get(name, 1)
-    attacks = [
-        CLASSES[name](Random(f"{name} {i}")) for i in range(num_requests * max(1, at_once // 3))
-    ]
-    with servers.use(*BLEND, *STEPS) as server:
-        with ThreadPoolExecutor(at_once) as pool:
-            found = list(pool.map(lambda attack: send(server, attack), attacks))
+    attack(servers, BLEND, drawn(CLASSES[name], name, num_requests, at_once), at_once)
 
-        server.check_unharmed()
-    for attack, answer in zip(attacks, found, strict=True):
-        check_status(servers, attack, answer)
+
+def check_what_is_found(server: LiveServer) -> None:
+    """Check the server, and that what it finds is no other text's and no other tenant's KV."""
+    server.check_unharmed()
+    known = [token for number in (0, 1, 2, 0) for token in document(number)]
+    for beginning in (7, 60, 61, 62):  # by then the documents are built, whatever was flushed
+        ids = [1, *new_tokens(beginning), *known, *new_tokens(20)]
+        found = answered(server, ids, ratio=1.0)
+        server.wait_until_at_rest()
+    assert found["sgl_blend"][0]["found_tokens"] > 0.5 * len(known)
+    full = answered(server, ids, find="marks", cache_salt="nobody else")
+    assert full["sgl_blend"][0]["computed_tokens"] == full["prompt_tokens"]
+    pairs = zip(logprobs_of(found), logprobs_of(full), strict=True)
+    assert max(abs(ours - theirs) for ours, theirs in pairs) < MAX_LOGPROB_ERROR
+
+
+def answered(server: LiveServer, ids: list[int], **way: Any) -> dict[str, Any]:
+    """Return what the server tells of its answer, log-probabilities included."""
+    told: dict[str, Any] = server.generate(ids, max_new_tokens=4, return_logprob=True, **way)
+    meta_info: dict[str, Any] = told["meta_info"]
+    return meta_info
+
+
+def logprobs_of(told: dict[str, Any]) -> list[float]:
+    return [entry[0] for entry in told["output_token_logprobs"]]
+
+
+@LENGTHS
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in ALL],
+)
+def test_a_server_that_learns_survives(servers: Servers, name: str, num_requests: int) -> None:
+    at_once = MOST_AT_ONCE.get(name, 1)
+    attacks = drawn(ALL[name], name, num_requests, at_once)
+    attack(servers, LEARN, attacks, at_once, check_what_is_found)

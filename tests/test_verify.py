@@ -170,6 +170,7 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
 
 
 @pytest.mark.engine
+@pytest.mark.slow  # .ci/run runs it
 def test_chunks_are_cut_in_other_places(model_folder: Path, tmp_path: Path) -> None:
     model = make_text_model("llama-llama3", model_folder)
     data, profile = (

@@ -85,7 +85,32 @@ def own_history() -> str:
     return circumstances(found, "benchmarks/own_history.py") + table(header, rows)
 
 
+def agent() -> str:
+    """Return what became of the tokens of an agent with a clock, turn by turn."""
+    found = load("agent.json")
+    kinds = ("prompt", "prefix", "reused", "recomputed", "computed")
+    rows = [
+        (
+            number,
+            *(f"{turn[f'{kind}_tokens']:,}" for kind in kinds),
+            f"{turn['found'] / turn['repeated']:.0%}" if turn["repeated"] else "",
+            f"{turn['ttft_s']:.2f}",
+            f"{turn['stock_ttft_s']:.2f}",
+            f"{turn['stock_ttft_s'] / turn['ttft_s']:.1f}x",
+        )
+        for number, turn in enumerate(found["turns"], start=1)
+    ]
+    told = (
+        f"\nFrom turn {found['first_turn']} on {found['found_of_repeated']:.0%} of what repeats is "
+        f"found, and the first token comes {found['faster_than_stock']:.1f} times as soon as from "
+        "stock (median).\n"
+    )
+    header = ("turn", *kinds, "repeated, found", "TTFT, s", "stock, s", "faster")
+    return circumstances(found, "python -m examples.agent") + table(header, rows) + told
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "agent": agent,
     "find": find,
     "find_quality": find_quality,
     "own_history": own_history,
