@@ -10,7 +10,7 @@ CHUNKS = [random_tokens(10 + i, 60 + 9 * i) for i in range(6)]
 HOLE = random_tokens(50, 15)
 QUESTION = random_tokens(99, 20)
 
-SERVED_KINDS = (
+OFTEN = (
     "llama",
     "llama-mha-tied",
     "llama-llama3",
@@ -19,7 +19,16 @@ SERVED_KINDS = (
     "mistral",
     "qwen2",
     "qwen3-yarn",
+    "qwen3-moe",
+    "glm4-moe",
+    "mixtral",
 )
+"""Every way that layers are run, rotated and headed. The others are slow; .ci/run runs them."""
+SELDOM = (
+    *("qwen2-moe", "minimax-m2"),
+    *("arcee", "gemma", "glm4", "ministral3", "phi3"),
+)
+SERVED_KINDS = (*OFTEN, *SELDOM)
 
 
 def full_prefill(engine: Engine, prompt: Prompt, salt: str = "reference") -> Answer:
@@ -33,7 +42,10 @@ def full_prefill(engine: Engine, prompt: Prompt, salt: str = "reference") -> Ans
     return engine.ask(tokens)[0]
 
 
-@pytest.fixture(scope="module", params=SERVED_KINDS)
+@pytest.fixture(
+    scope="module",
+    params=[*OFTEN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SELDOM)],
+)
 def served_kind(request: pytest.FixtureRequest) -> str:
     """Name every model in turn; tests of one model run together and share its engine."""
     kind: str = request.param

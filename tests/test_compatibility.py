@@ -7,10 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from law_prompts import SERVED_KINDS
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
+from tiny_models import KINDS
 
 from sgl_blend.engine.compatibility import (
+    MODELS,
     REFUSALS,
     STORAGE_REFUSALS,
     Refusal,
@@ -27,6 +30,9 @@ VALUES = {
     "--dp-size": "2",
     "--attn-cp-size": "2",
     "--dcp-size": "2",
+    "--ep-size": "2",
+    "--moe-a2a-backend": "deepep",
+    "--moe-dp-size": "2",
     "--speculative-algorithm": "EAGLE",
     "--lora-paths": "adapter=path",
     "--disaggregation-mode": "prefill",
@@ -40,6 +46,11 @@ VALUES = {
     "--cpu-offload-gb": "4",
     "--tokenizer-worker-num": "2",
 }
+
+
+def test_the_laws_are_tested_on_every_class_that_is_served() -> None:
+    assert {f"{KINDS[kind][0]}ForCausalLM" for kind in SERVED_KINDS} == set(MODELS)
+
 
 FLAGS = [refusal for refusal in REFUSALS if refusal.flag.startswith("--")]
 VARIABLES = [refusal for refusal in REFUSALS if refusal not in FLAGS]

@@ -12,6 +12,9 @@ from sgl_blend.commands.common.server import stock_environment
 
 __all__ = ["model_folder", "served_kind", "start_engine"]  # fixtures
 
+NEIGHBOURS = {"llama-partial-gptj", "glm4"}
+"""Kinds whose rotated pairs are neighbours, not the halves of a head."""
+
 pytestmark = pytest.mark.engine
 
 # --- rotation, against frequencies that transformers computes ---
@@ -64,7 +67,7 @@ def test_reused_keys_are_the_stored_keys_at_their_new_position(
         k, v = (kv[start : start + length] for kv in blended[layer])
         stored_k, stored_v = (kv[len(SYSTEM) :] for kv in stored[layer])
         moved = _rotate_by_complex_numbers(
-            stored_k, len(far), frequencies, neox=served_kind != "llama-partial-gptj"
+            stored_k, len(far), frequencies, neox=served_kind not in NEIGHBOURS
         )
         assert torch.equal(v, stored_v)
         error = (k.double() - moved).abs().max() / moved.abs().max()

@@ -23,7 +23,7 @@ def _start_unlisted(folder: Path, listed: bool) -> None:
 def test_a_model_that_was_never_blended_is_refused_by_name(tmp_path: Path) -> None:
     status, log = run_forked(_start_unlisted, tmp_path / "model", False)
     assert status != 0
-    assert "enable_blend: models of class Exaone4ForCausalLM are not supported, only Llama" in log
+    assert "enable_blend: models of class Exaone4ForCausalLM are not supported, only Arcee" in log
 
 
 def test_what_the_list_does_not_know_ends_the_start(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ COMMON: dict[str, Any] = {
 
 THETA = {"rope_theta": 10000.0}
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha-tied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
@@ -77,6 +79,41 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            **EXPERTS,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "minimax-m2": (
+        "MiniMaxM2",
+        {
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "rotary_dim": 8,
+            "partial_rotary_factor": 0.5,
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_experts_per_tok": 2, "num_local_experts": 8}),
+    "arcee": ("Arcee", {}),
+    "gemma": ("Gemma", {"tie_word_embeddings": True}),
+    "glm4": ("Glm4", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    "ministral3": ("Ministral3", {}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
 }
 
 

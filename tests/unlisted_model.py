@@ -37,7 +37,7 @@ def start_unlisted(folder: Path, *, listed: bool) -> None:
     make_exaone4(folder)
     ModelRegistry.models["LlamaForCausalLM"] = Exaone4ForCausalLM
     if listed:
-        compatibility.MODELS = (*compatibility.MODELS, "Exaone4ForCausalLM")
+        compatibility.MODELS = {**compatibility.MODELS, "Exaone4ForCausalLM": "listed here"}
     settings = {"model_path": str(folder), "enable_blend": True, "blend_check_layer": 1}
     Driver(engine_settings(settings))
     os._exit(0)  # its threads would go on

@@ -126,7 +126,8 @@ def refused() -> str:
 
 def models() -> str:
     """Return the model classes that are served."""
-    return "".join(f"- `{name}`\n" for name in MODELS)
+    rows = [(f"`{name}`", serves) for name, serves in MODELS.items()]
+    return table(("class of SGLang", "models"), rows)
 
 
 def versions() -> str:

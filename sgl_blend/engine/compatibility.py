@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from sgl_blend.engine.models import model_class
+from sgl_blend.engine.models import has_experts, model_class
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS, storage_keys_hold_namespaces
 from sgl_blend.errors import UnsupportedError
@@ -45,6 +45,7 @@ def _rust_server_is_on() -> bool:
     return bool(envs.SGLANG_RUST_SERVER.get())
 
 
+_ROWS_MEET = "experts on several ranks exchange rows by counts that blending changes"
 _NO_CHECKS = "it replaces the process in which requests are checked"
 
 REFUSALS = (
@@ -53,6 +54,14 @@ REFUSALS = (
     ),
     Refusal("--pp-size", _above_one("pp_size"), "the check layer may lie on another stage"),
     Refusal("--enable-dp-attention", _is_set("enable_dp_attention"), "row counts are padded"),
+    Refusal("--ep-size", _above_one("ep_size"), _ROWS_MEET),
+    Refusal(
+        "--moe-a2a-backend",
+        lambda args: getattr(args, "moe_a2a_backend", None) not in (None, "none"),
+        _ROWS_MEET,
+    ),
+    Refusal("--moe-dp-size", _above_one("moe_dp_size"), _ROWS_MEET),
+    Refusal("--enable-eplb", _is_set("enable_eplb"), "experts move while chunks are in use"),
     Refusal("--attn-cp-size", _above_one("attn_cp_size"), "rows are split over ranks"),
     Refusal("--dcp-size", _above_one("dcp_size"), "rows are split over ranks"),
     Refusal(
@@ -250,17 +259,27 @@ SERVED = (
 """What is served, for docs/compatibility.md."""
 
 
-MODELS: tuple[str, ...] = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
-"""SGLang's model classes that are blended. Tests of the laws run on each.
+MODELS: dict[str, str] = {
+    "ArceeForCausalLM": "AFM",
+    "GemmaForCausalLM": "Gemma (the first)",
+    "Glm4ForCausalLM": "GLM-4-0414",
+    "Glm4MoeForCausalLM": "GLM-4.5 to 4.7, mixture of experts",
+    "LlamaForCausalLM": "Llama 2, 3.x, and all that are built as they are",
+    "MiniMaxM2ForCausalLM": "MiniMax-M2, mixture of experts",
+    "Ministral3ForCausalLM": "Ministral 3",
+    "MistralForCausalLM": "Mistral without a sliding window",
+    "MixtralForCausalLM": "Mixtral, mixture of experts",
+    "Phi3ForCausalLM": "Phi-3, Phi-4 without longrope",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3-MoE, Qwen3-Coder",
+}
+"""SGLang's model classes that are blended, and what they serve. Tests of the laws run on each.
 
 A class of SGLang may serve several architectures, and one architecture may be served by another class
-(--model-impl transformers), so what counts is the class that was loaded. Close relatives of these,
-such as Phi3ForCausalLM, are refused until a test proves them.
+(--model-impl transformers), so what counts is the class that was loaded. Close relatives of these are
+refused until a test proves them.
 """
 
 
@@ -335,3 +354,16 @@ def check_layers(layers: Sequence[DecoderLayer]) -> None:
             raise UnsupportedError(f"enable_blend: layer {index} is not causal self-attention")
         if not isinstance(getattr(layer, "post_attention_layernorm", None), nn.Module):
             raise UnsupportedError(f"enable_blend: layer {index} has no post_attention_layernorm")
+
+
+def check_experts(layers: Sequence[DecoderLayer], num_ranks: int) -> None:
+    """Refuse experts that are spread over ranks: no test has shown them yet.
+
+    Raises:
+        UnsupportedError: Some layer has experts, and there is more than one rank.
+    """
+    if num_ranks > 1 and any(has_experts(layer) for layer in layers):
+        raise UnsupportedError(
+            "--tp-size is not supported with enable_blend for a mixture of experts: on two ranks of "
+            "a CPU SGLang itself answers otherwise than on one, so no test shows that blending is right"
+        )

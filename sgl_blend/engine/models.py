@@ -61,15 +61,33 @@ def decoder_layers(runner: ModelRunner) -> list[DecoderLayer]:
     return list(layers)
 
 
-def linear_modules(layer: DecoderLayer) -> list[tuple[Any, int]]:
-    """Return the linear modules of a decoder layer, each with the width of its input on this rank."""
+def has_experts(module: Any) -> bool:
+    """Tell whether a module is a mixture of experts, or holds one."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return any(isinstance(part, FusedMoE) for part in module.modules())
+
+
+def row_modules(runner: ModelRunner, layer: DecoderLayer) -> list[tuple[Any, int]]:
+    """Return what a decoder layer does to each row by itself: modules, and their input's width here.
+
+    These are its linear modules, and the block of its experts as a whole: how long experts take
+    depends on how rows are spread over them.
+    """
     from sglang.srt.layers.linear import LinearBase
 
-    return [
-        (module, int(getattr(module, "input_size_per_partition", module.input_size)))
-        for module in layer.modules()
-        if isinstance(module, LinearBase)
-    ]
+    found: list[tuple[Any, int]] = []
+    for child in layer.children():
+        parts = list(child.modules())
+        if has_experts(child):
+            found.append((child, hidden_size(runner)))
+        else:
+            found += [
+                (part, int(getattr(part, "input_size_per_partition", part.input_size)))
+                for part in parts
+                if isinstance(part, LinearBase)
+            ]
+    return found
 
 
 def query_heads(layer: DecoderLayer) -> int:

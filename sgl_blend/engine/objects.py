@@ -8,7 +8,7 @@ of the same name is to us, in every supported version.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NewType, Protocol
 
 import torch
@@ -178,7 +178,7 @@ class ForwardBatch(Protocol):
     input_embeds: Any
     replace_embeds: Any
     hidden_states: torch.Tensor
-    residual: torch.Tensor
+    residual: Any  # a tensor after the first layer
     residual_stream: Any  # since 0.5.21
 
 
@@ -227,7 +227,8 @@ class DecoderLayer(Protocol):
 
     self_attn: Any
     post_attention_layernorm: torch.nn.Module
-    modules: Callable[..., Any]
+    children: Callable[[], Iterator[torch.nn.Module]]
+    modules: Callable[[], Iterator[torch.nn.Module]]
 
 
 class ServerArgs(Protocol):

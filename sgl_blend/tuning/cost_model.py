@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sgl_blend.engine.models import hidden_size, linear_modules, model_dtype, query_heads
+from sgl_blend.engine.models import hidden_size, model_dtype, query_heads, row_modules
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.plan import LayerSplit
@@ -39,7 +39,7 @@ class Times:
     """Seconds for ROWS rows.
 
     Attributes:
-        layer: Linear modules of one decoder layer.
+        layer: What one decoder layer does to each row by itself: linear modules, experts.
         copy: Copy and rotation of the KV of one layer.
         select: Scoring, choosing and taking rows out; once a forward.
         attend: The plan for scattered attention with a few rows; once a forward.
@@ -61,7 +61,7 @@ class CostModel:
         self._layers = layers
 
     def layer_s(self, num_rows: int) -> float:
-        """Return the seconds of the linear modules of one decoder layer."""
+        """Return the seconds of what one decoder layer does to each row by itself."""
         return _at(self._times.layer, num_rows)
 
     def copy_s(self, num_rows: int) -> float:
@@ -142,14 +142,14 @@ def measure(
         rotation: The model's.
         tp_group: Every rank uses the first one's times.
     """
-    linears = linear_modules(layer_module)
+    parts = row_modules(runner, layer_module)
     v_pool = pools.v[0]
     device, dtype = v_pool.device, model_dtype(runner)
     heads = query_heads(layer_module)
 
     def layer(rows: int) -> Callable[[], object]:
-        inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in linears]
-        return lambda: [module(x) for (module, _), x in zip(linears, inputs, strict=True)]
+        inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in parts]
+        return lambda: [module(x) for (module, _), x in zip(parts, inputs, strict=True)]
 
     def slots(rows: int) -> torch.Tensor:
         place: torch.Tensor = torch.arange(rows, device=device) % (v_pool.shape[0] - 1) + 1

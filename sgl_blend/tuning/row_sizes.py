@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from sgl_blend.engine.models import linear_modules, model_dtype
+from sgl_blend.engine.models import model_dtype, row_modules
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.row_sizes import NO_SIZES, RowSizes
@@ -47,7 +47,7 @@ def sizes_of(times: Sequence[float], beyond: Sequence[float]) -> RowSizes:
 def measure_sizes(
     runner: ModelRunner, layer: DecoderLayer, device: torch.device, tp_group: TPGroup
 ) -> RowSizes:
-    """Measure the linear modules of a decoder layer; every rank must take part.
+    """Measure what a decoder layer does to each row by itself; every rank must take part.
 
     Only a GPU has tiles to fill. Elsewhere there are no sizes.
 
@@ -59,12 +59,12 @@ def measure_sizes(
     """
     if device.type != "cuda":
         return NO_SIZES
-    linears = linear_modules(layer)
+    parts = row_modules(runner, layer)
     dtype = model_dtype(runner)
 
     def work(rows: int) -> Callable[[], object]:
-        inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in linears]
-        calls = [(module, x) for (module, _), x in zip(linears, inputs, strict=True)] * _CALLS
+        inputs = [torch.randn(rows, width, device=device).to(dtype) for _, width in parts]
+        calls = [(module, x) for (module, _), x in zip(parts, inputs, strict=True)] * _CALLS
         return lambda: [module(x) for module, x in calls]
 
     found = [

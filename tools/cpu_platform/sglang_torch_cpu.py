@@ -9,6 +9,7 @@ no platform.
 """
 
 import os
+import sys
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -74,12 +75,65 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
         """Return SGLang's plain ``[slots, heads, dim]`` pool."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
+        _replace_triton()  # here, because SGLang asks after it has imported all models
         pool: type[Any] = MHATokenToKVPool
         return pool
 
     def get_paged_allocator_cls(self) -> type[Any]:
         """Return SGLang's paged slot allocator, with torch in place of its two Triton kernels."""
         return _torch_paged_allocator()
+
+
+def _replace_triton() -> None:
+    """Give models that know no device but a GPU torch's operations in place of their own kernels."""
+    for module, functions in _IN_TORCH.items():
+        if loaded := sys.modules.get(f"sglang.srt.models.{module}"):
+            for name, function in functions.items():
+                setattr(loaded, name, function)
+    for name in ("is_current_stream_capturing", "empty_cache"):
+        if not hasattr(
+            torch.cpu, name
+        ):  # what records the load of experts calls them on any device
+            setattr(torch.cpu, name, lambda: None)
+
+
+def _gate_and_add(
+    hidden: torch.Tensor, gate: torch.Tensor, shared: torch.Tensor, routed: torch.Tensor
+) -> None:
+    """Add the shared expert's rows to those of the routed ones, each by its gate."""
+    routed += torch.sigmoid(hidden.float() @ gate.float())[:, None].to(shared.dtype) * shared
+
+
+def _sums_of_squares(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the sums of squares of each row of q, then of k, padded to a multiple of four."""
+    sums = torch.cat([one.float().square().sum(-1) for one in (q, k)])
+    return torch.nn.functional.pad(sums, (0, -len(sums) % 4))
+
+
+def _norm_by_sums(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    sums: torch.Tensor,
+    num_ranks: int = 1,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, ...]:
+    """Apply RMSNorm to q and k by the sums of squares over all ranks."""
+    rows = len(q)
+    return tuple(
+        (x.float() * torch.rsqrt(one / x.shape[1] / num_ranks + eps)[:, None] * weight.float()).to(
+            x.dtype
+        )
+        for x, weight, one in ((q, q_weight, sums[:rows]), (k, k_weight, sums[rows : 2 * rows]))
+    )
+
+
+_IN_TORCH: dict[str, dict[str, Any]] = {
+    "minimax_m2": {"rms_sumsq_serial": _sums_of_squares, "rms_apply_serial": _norm_by_sums},
+    "qwen2_moe": {"fused_gate_sigmoid_mul_add": _gate_and_add},
+}
+"""Functions that launch Triton, by the module of SGLang's models that calls them."""
 
 
 def _torch_paged_allocator() -> type[Any]:
