@@ -13,9 +13,7 @@ import numpy as np
 from harness import Driver, Prompt
 
 from benchmarks.find_streams import Marked
-
-FIXED_WORK = 8_000
-"""As in benchmarks/match.py: the control beside every lookup."""
+from benchmarks.match import FIXED_WORK
 
 
 @dataclass(frozen=True, slots=True)

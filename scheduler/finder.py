@@ -13,6 +13,7 @@ not. So a piece begins where a chunk begins, and may end anywhere.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -229,15 +230,15 @@ class _Walks:
         self._store = store
         self._home = home
         self._tokens = tokens
-        self._starts = starts
-        self._stops = np.minimum(starts + lengths, len(tokens))
+        self._starts: list[int] = starts.tolist()  # lists, because each is asked for alone
+        self._stops: list[int] = np.minimum(starts + lengths, len(tokens)).tolist()
         self._asks_storage = asks_storage
         self._known: dict[bytes, int] = {}
         self.vain: list[int] = []
 
     def stored_from(self, start: int) -> int:
         """Return how many tokens from an offset on are stored as a chunk that begins there."""
-        at = int(np.searchsorted(self._starts, start))
+        at = bisect_left(self._starts, start)
         wanted = self._text(at)
         if wanted not in self._known:
             few = len(self._starts) <= most_walks(0)

@@ -170,7 +170,8 @@ class Intake:
             state.policy, state.ratio = overrides.policy, overrides.ratio
             self._follow_namespace(finder, received, state, prompt.token_ids)
         state.search = search
-        state.found = frozenset(spans.index(span) for span in found)
+        numbers = {span.start: number for number, span in enumerate(spans)}
+        state.found = frozenset(numbers[span.start] for span in found)
         return state
 
     def _follow_namespace(

@@ -23,6 +23,7 @@ from benchmarks.find_streams import (
     make_tokenizer,
     rag,
 )
+from benchmarks.match import REFERENCE_MS
 from benchmarks.repeats import RUN, count_repeats
 
 DOCUMENTS = [
@@ -110,13 +111,25 @@ def good() -> dict[str, Any]:
                 "never repeated, gpt2": {"recall": 0.0, "built": 0.005},
             },
         },
-        "lookup": {"both_ms": {"p99": 0.9}, "bytes_of_a_start": 34.0},
+        "lookup": {
+            "both_ms": {"p99": 0.9},
+            "fixed_ms": {"p50": 0.2},
+            "bytes_of_a_start": 34.0,
+        },
         "ttft": {"overhead": 0.01},
     }
 
 
 def test_what_holds_all_bars_is_not_reported() -> None:
     assert find.judge(good()) == []
+
+
+def test_the_bar_of_a_lookup_grows_with_the_fixed_arithmetic() -> None:
+    record = good()
+    record["lookup"] |= {"both_ms": {"p99": 1.9}, "fixed_ms": {"p50": 2 * REFERENCE_MS}}
+    assert find.judge(record) == []
+    record["lookup"]["both_ms"] = {"p99": 2.1}
+    assert len(find.judge(record)) == 1
 
 
 @pytest.mark.parametrize(
