@@ -1,9 +1,10 @@
 """Tables of what is found in prompts without marks, for the documentation."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from tools.results_tables import circumstances, interval, load, table
+from tools.results_tables import circumstances, interval, load, runnable, table
 
 
 def find() -> str:
@@ -35,14 +36,20 @@ def _times(found: dict[str, Any]) -> str:
             f"{lookup['found_tokens']:,.0f} are found, with {lookup['chunks']:,} chunks in the tree "
             f"and {lookup['starts']:,} starts in the index: {both['p50']:.2f} ms at the median and "
             f"{both['p99']:.2f} at p99; the fixed arithmetic beside it {fixed['p50']:.2f} and "
-            f"{fixed['p99']:.2f}. A start takes {lookup['bytes_of_a_start']:.0f} bytes.\n"
+            f"{fixed['p99']:.2f}. A start takes {lookup['bytes_of_a_start']:.0f} bytes. "
+            f"{_measured(lookup)}\n"
         )
     if ttft := found.get("ttft"):
         told += (
             f"\nThe TTFT of prompts that never repeat is {1 + ttft['overhead']:.3f} of that with "
-            "`marks`.\n"
+            f"`marks`. {_measured(ttft)}\n"
         )
     return told
+
+
+def _measured(part: dict[str, Any]) -> str:
+    command = re.sub(r" --json \S+", "", runnable(part["command"]))
+    return f"Measured by `{command}` on {part['date'].partition('T')[0]}."
 
 
 def find_quality() -> str:
