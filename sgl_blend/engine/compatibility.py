@@ -275,7 +275,7 @@ MODELS: dict[str, str] = {
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3-MoE, Qwen3-Coder",
 }
-"""SGLang's model classes that are blended, and what they serve. Tests of the laws run on each.
+"""SGLang's model classes that are blended, and what they serve. Tests of law L1 run on each.
 
 A class of SGLang may serve several architectures, and one architecture may be served by another class
 (--model-impl transformers), so what counts is the class that was loaded. Close relatives of these are

@@ -90,10 +90,9 @@ def _replace_triton() -> None:
         if loaded := sys.modules.get(f"sglang.srt.models.{module}"):
             for name, function in functions.items():
                 setattr(loaded, name, function)
+    # What records the load of experts calls these on any device.
     for name in ("is_current_stream_capturing", "empty_cache"):
-        if not hasattr(
-            torch.cpu, name
-        ):  # what records the load of experts calls them on any device
+        if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, lambda: None)
 
 
