@@ -267,7 +267,7 @@ class PageObjects:
         try:
             coder = levels.coder(label.level, label.format)
             data, clipped = pack_coded(page, label, coder, position, self._key)
-        except Exception:
+        except Exception:  # SGLang's writing thread would die of it, and nothing be stored again
             logger.exception("sgl-blend: a page could not be coded")
             self.counters.fault("not_coded")
             return None
