@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_blend.engine.compatibility import check_experts, check_layers, check_model, check_runner
+from sgl_blend.engine.compatibility import check_layers, check_model, check_runner
 from sgl_blend.engine.facts import ServerFacts
 from sgl_blend.engine.graph_capture import CudaRecorder, graphs_may_be_paused
 from sgl_blend.engine.layer_loop import lend_layer_loop
@@ -72,7 +72,6 @@ def make_fusion(
     lend_layer_loop(runner)
     layers, dtype = decoder_layers(runner), model_dtype(runner)
     check_layers(layers)
-    check_experts(layers, tp_group.num_ranks)
     rotation = Rotation(read_rotary_embedding(layers))
     errors = rotation_errors(rotation, dtype, longest_prompt(runner))
     if not config.blend_eval:  # an evaluation is to see how wrong it is

@@ -1,13 +1,12 @@
 """Mixture of experts: what a layer's time is made of, and what recorders of experts see."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, Prompt, Ranks, rag_prompt
+from harness import Driver, Prompt, rag_prompt
 from law_prompts import CHUNKS, QUESTION, SYSTEM
-from tiny_models import EXPERTS, NUM_LAYERS, make_model
+from tiny_models import EXPERTS, NUM_LAYERS
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -78,12 +77,3 @@ def test_recorders_of_experts_see_the_rows_that_ran(start_engine: StartEngine) -
         *[kept] * (NUM_LAYERS - 2),
         sampled,
     ]
-
-
-def test_experts_on_two_ranks_are_refused(model_folder: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-        with pytest.raises(
-            AssertionError, match=r"--tp-size is not supported .* mixture of experts"
-        ):
-            Ranks(make_model("qwen3-moe", model_folder), 2, enable_blend=True)

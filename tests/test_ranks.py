@@ -30,7 +30,15 @@ SCORED = [name for name in NAMED if POLICIES[name].score and POLICIES[name].earl
 """Not those that select before the first layer, by memory."""
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-yarn"])
+OFTEN = ("llama", "qwen3-yarn")
+SELDOM = ("qwen2-moe", "qwen3-moe", "glm4-moe", "minimax-m2", "mixtral")
+"""Experts, whose weights ranks share out within each expert. Slow; .ci/run runs them."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*OFTEN, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SELDOM)],
+)
 def kind(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name

@@ -31,7 +31,10 @@ COMMON: dict[str, Any] = {
 
 THETA = {"rope_theta": 10000.0}
 
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# On a CPU SGLang pads a rank's part of an expert to a multiple of 32 values and leaves the padding
+# as it finds it: narrower experts compute with whatever stands in that memory.
+EXPERT_WIDTH = 128
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_WIDTH}
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -99,6 +102,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {
             "num_experts_per_tok": 2,
+            "intermediate_size": EXPERT_WIDTH,
             "num_local_experts": 8,
             "rotary_dim": 8,
             "partial_rotary_factor": 0.5,
@@ -108,7 +112,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "qk_norm_type": "per_layer",
         },
     ),
-    "mixtral": ("Mixtral", {"num_experts_per_tok": 2, "num_local_experts": 8}),
+    "mixtral": (
+        "Mixtral",
+        {"num_experts_per_tok": 2, "intermediate_size": EXPERT_WIDTH, "num_local_experts": 8},
+    ),
     "arcee": ("Arcee", {}),
     "gemma": ("Gemma", {"tie_word_embeddings": True}),
     "glm4": ("Glm4", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),

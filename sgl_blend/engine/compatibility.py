@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from sgl_blend.engine.models import has_experts, model_class
+from sgl_blend.engine.models import model_class
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS, storage_keys_hold_namespaces
 from sgl_blend.errors import UnsupportedError
@@ -354,16 +354,3 @@ def check_layers(layers: Sequence[DecoderLayer]) -> None:
             raise UnsupportedError(f"enable_blend: layer {index} is not causal self-attention")
         if not isinstance(getattr(layer, "post_attention_layernorm", None), nn.Module):
             raise UnsupportedError(f"enable_blend: layer {index} has no post_attention_layernorm")
-
-
-def check_experts(layers: Sequence[DecoderLayer], num_ranks: int) -> None:
-    """Refuse experts that are spread over ranks: no test has shown them yet.
-
-    Raises:
-        UnsupportedError: Some layer has experts, and there is more than one rank.
-    """
-    if num_ranks > 1 and any(has_experts(layer) for layer in layers):
-        raise UnsupportedError(
-            "--tp-size is not supported with enable_blend for a mixture of experts: on two ranks of "
-            "a CPU SGLang itself answers otherwise than on one, so no test shows that blending is right"
-        )
