@@ -19,8 +19,9 @@ import torch
 
 from sgl_blend.kernels.checks import check_rows, check_tensor
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_MOVABLE = (torch.float32, torch.float16, torch.bfloat16, *_FP8)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+MOVABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, *FP8_DTYPES)
+"""Of pools whose KV can be moved."""
 _ADDRESS_ALIGNMENT_BYTES = 16
 
 
@@ -60,7 +61,7 @@ def _check_alike(name: str, pools: tuple[torch.Tensor, ...]) -> None:
     first = pools[0]
     check_tensor(name, first, shape=(None, None, None))
     check_rows(name, first)
-    if first.dtype not in _MOVABLE:
+    if first.dtype not in MOVABLE_DTYPES:
         raise ValueError(f"{name}: expected a floating-point pool, got {first.dtype}")
     for layer, pool in enumerate(pools):
         check_tensor(f"{name}[{layer}]", pool, shape=tuple(first.shape), dtype=first.dtype)
@@ -181,7 +182,7 @@ def check_rotation(cos: torch.Tensor, sin: torch.Tensor, num_tokens: int, head_d
 
 def _rounding(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     # A rotated component can be sqrt(2) times the largest of its pair; fp8 is full at 448.
-    if dtype in _FP8:
+    if dtype in FP8_DTYPES:
         limit = torch.finfo(dtype).max
         return lambda wide: wide.clamp(-limit, limit).to(dtype)
     return lambda wide: wide.to(dtype)
@@ -254,6 +255,28 @@ def _copy_rotated_layers_torch(
 
 
 def _scatter(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
-    if pool.dtype in _FP8:  # for which torch has no index_copy_
+    if pool.dtype in FP8_DTYPES:  # for which torch has no index_copy_
         pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
     pool.index_copy_(0, slots, rows)
+
+
+def turn_slots(
+    pool: torch.Tensor, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool
+) -> None:
+    """Rotate the keys in some slots of one layer's pool, in place; for evaluations.
+
+    Args:
+        pool: [num_slots, num_kv_heads, head_dim].
+        slots: int64 [n], without repeats.
+        cos: float32 [n, rotary_dim / 2], from delta_rope_tables.
+        sin: float32, same shape as cos.
+        neox: See rotate_keys.
+    """
+    _scatter(pool, slots, rotate_keys(pool[slots], cos, sin, neox=neox))
+
+
+def clear_slots(pool: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write zeros into a pool of any dtype, in place; slots is int64 [n]."""
+    if pool.dtype in FP8_DTYPES:  # for which torch has no index_put_
+        pool = pool.view(torch.uint8)
+    pool[slots] = 0

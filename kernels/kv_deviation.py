@@ -29,6 +29,16 @@ def kv_deviation(fresh: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
     return (fresh.float() - cached.float()).square().flatten(1).sum(dim=1)
 
 
+def in_units(squared: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return squared distances of stored values in the model's units.
+
+    Args:
+        squared: float32 [n], between values as they are stored.
+        scale: What stored values are multiplied by to be the model's.
+    """
+    return squared if scale == 1.0 else squared * (scale * scale)
+
+
 def kv_deviation_at(
     fresh: torch.Tensor,
     rows: torch.Tensor,

@@ -112,6 +112,7 @@ def make_fusion(
         {
             "attention": kernel.name,
             "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": str(pools.k[0].dtype).removeprefix("torch."),
             "least_rows": None if cost_model is None else cost_model.least_rows(ratio),
             "row_sizes": list(sizes.sizes),
             "rotation_errors": {str(delta): error for delta, error in errors.items()},

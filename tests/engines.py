@@ -34,6 +34,9 @@ def start_engine(model_folder: Path) -> Iterator[StartEngine]:
             # The models have four layers: the lowest check layer leaves most of them to blending.
             settings.setdefault("blend_check_layer", 1)
             settings.setdefault("blend_when", "always")
+        kind, _, kv_dtype = kind.partition("+")
+        if kv_dtype:
+            settings.setdefault("kv_cache_dtype", kv_dtype)
         key = f"{kind} {sorted(settings.items())}"
         engine = running.pop(key, None)
         if engine is None:

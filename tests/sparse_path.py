@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
@@ -53,22 +53,22 @@ def assert_same(got: Answer, want: Answer, tolerance: float = TOLERANCE) -> None
         assert difference <= tolerance, f"output token {row} differs by {difference}"
 
 
-def assert_drops_and_is_full_prefill(got: Comparison) -> None:
+def assert_drops_and_is_full_prefill(got: Comparison, tolerance: float = TOLERANCE) -> None:
     """Accept L1 for requests whose dropped rows have true KV."""
     assert got.num_dropped > 0
     for blended, full in zip(got.blended, got.full, strict=True):
         assert blended.report["fallback"] is None
         assert blended.report["reused_tokens"] > 0
-        assert_same(blended, full)
+        assert_same(blended, full, tolerance)
 
 
-def assert_keeps_all_and_is_full_prefill(got: Comparison) -> None:
+def assert_keeps_all_and_is_full_prefill(got: Comparison, tolerance: float = TOLERANCE) -> None:
     """Accept L1 for requests that went through the sparse path with all their rows."""
     assert got.reductions, "no layer selected"
     assert got.num_dropped == 0
     for blended, full in zip(got.blended, got.full, strict=True):
         assert blended.report["fallback"] is None
-        assert_same(blended, full)
+        assert_same(blended, full, tolerance)
 
 
 def on_true_kv(
@@ -79,6 +79,9 @@ def on_true_kv(
     nan_layer: int | None = None,
 ) -> Comparison:
     """Blend prompts whose chunks hold what a full prefill of the very prompt gives their tokens.
+
+    Keys in 8 bit lose more than the law allows when they are moved away and back. So there they are
+    stored as they are at their new place, and moved by nothing.
 
     Args:
         driver: The worker's; its cache is flushed before and after.
@@ -93,7 +96,8 @@ def on_true_kv(
     for prompt, state in zip(prompts, states, strict=True):
         if state is not None:
             store_kv_of(driver, prompt, state, wrong if prompt is prompts[0] else (), nan_layer)
-    with _watched_reductions() as reductions:
+    in_place = _nothing_moved() if _is_fp8(driver) else nullcontext()
+    with in_place, _watched_reductions() as reductions:
         blended = (ask or _ask_at_once)(driver, list(prompts))
     driver.settle()
     driver.flush()
@@ -123,8 +127,8 @@ def begin_anew(driver: Driver) -> None:
     driver.flush()
     pool = driver.scheduler.tp_worker.model_runner.token_to_kv_pool
     for layer in range(driver.scheduler.model_config.num_hidden_layers):
-        pool.get_key_buffer(layer).normal_(0.0, _NOISE)
-        pool.get_value_buffer(layer).normal_(0.0, _NOISE)
+        for buffer in (pool.get_key_buffer(layer), pool.get_value_buffer(layer)):
+            buffer.copy_(_NOISE * torch.randn(buffer.shape))
 
 
 def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> list[Answer]:
@@ -170,10 +174,12 @@ def store_kv_of(
         wrong: As in on_true_kv, and nan_layer too.
         nan_layer: See there.
     """
+    from sgl_blend.engine.kv_scales import layer_scales
     from sgl_blend.engine.tree import match_prefix
 
     tree = driver.scheduler.tree_cache
     runner = driver.scheduler.tp_worker.model_runner
+    scales = layer_scales(runner)
     pool = runner.token_to_kv_pool
     rotary = runner.model.model.layers[0].self_attn.rotary_emb
     true_slots = match_prefix(
@@ -186,18 +192,42 @@ def store_kv_of(
         assert len(stored) > 0, "a chunk is not stored"
         assert len(there) == len(stored), "the full prefill is not stored"
         offsets = torch.arange(len(stored), device=stored.device)
-        turn = _turn(rotary, span.start + offsets, key.prefix_length + offsets)
+        moved = span.start if _is_fp8(driver) else key.prefix_length
+        turn = _turn(rotary, span.start + offsets, moved + offsets)
         noise = torch.zeros(len(stored), 1, 1, device=stored.device)
         for position in wrong:
             if span.start <= position < span.start + len(stored):
                 noise[position - span.start] = _NOISE
         for layer in range(driver.scheduler.model_config.num_hidden_layers):
             k_pool, v_pool = pool.get_key_buffer(layer), pool.get_value_buffer(layer)
-            k = _rotated(k_pool[there], turn, neox=rotary.is_neox_style)
-            k_pool[stored] = k + noise * torch.randn_like(k)
-            v_pool[stored] = v_pool[there] + noise * torch.randn_like(v_pool[there])
-            if layer == nan_layer and span.start > key.prefix_length:
-                k_pool[stored] = v_pool[stored] = torch.nan
+            k = _rotated(k_pool[there], turn, neox=rotary.is_neox_style).float()
+            v = v_pool[there].float()
+            lost = torch.nan if layer == nan_layer and span.start > key.prefix_length else 0.0
+            _put(k_pool, stored, k + noise / scales[layer].k * torch.randn_like(k) + lost)
+            _put(v_pool, stored, v + noise / scales[layer].v * torch.randn_like(v) + lost)
+
+
+def _put(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    values = values.to(pool.dtype)
+    if pool.dtype.itemsize == 1:  # torch has no such assignment in 8 bit
+        pool, values = pool.view(torch.uint8), values.view(torch.uint8)
+    pool[slots] = values
+
+
+def _is_fp8(driver: Driver) -> bool:
+    runner = driver.scheduler.tp_worker.model_runner
+    return bool(runner.token_to_kv_pool.get_key_buffer(0).dtype.itemsize == 1)
+
+
+@contextmanager
+def _nothing_moved() -> Iterator[None]:
+    from sgl_blend.fusion.rotation import Rotation
+
+    def between(rotation: Rotation, old: torch.Tensor, _: torch.Tensor) -> Any:
+        return rotation.none(old.numel())
+
+    with patch.object(Rotation, "between", between):
+        yield
 
 
 def _turn(rotary: Any, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

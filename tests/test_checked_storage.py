@@ -322,7 +322,7 @@ def test_other_layouts_and_pools_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="host pool MHATokenToKVPoolHost is not supported"):
         _make(pool, tmp_path)
     pool.dtype = torch.float8_e4m3fn
-    with pytest.raises(UnsupportedError, match="KV of float8_e4m3fn is not supported"):
+    with pytest.raises(UnsupportedError, match="pages of float8_e4m3fn are not supported"):
         _make(pool, tmp_path)
 
 

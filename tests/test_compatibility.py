@@ -22,6 +22,7 @@ from sgl_blend.engine.compatibility import (
     check_server_args,
 )
 from sgl_blend.errors import UnsupportedError
+from sgl_blend.kernels.delta_rope import MOVABLE_DTYPES
 
 # Flags that take a value, and one that blending cannot be combined with.
 VALUES = {
@@ -41,7 +42,7 @@ VALUES = {
     "--radix-eviction-policy": "lfu",
     "--flashinfer-allreduce-fusion-backend": "trtllm",
     "--radix-cache-backend": "other",
-    "--kv-cache-dtype": "fp8_e4m3",
+    "--kv-cache-dtype": "mxfp8",
     "--dllm-algorithm": "LowConfidence",
     "--cpu-offload-gb": "4",
     "--tokenizer-worker-num": "2",
@@ -49,7 +50,9 @@ VALUES = {
 
 
 def test_the_laws_are_tested_on_every_class_that_is_served() -> None:
-    assert {f"{KINDS[kind][0]}ForCausalLM" for kind in SERVED_KINDS} == set(MODELS)
+    assert {f"{KINDS[kind.partition('+')[0]][0]}ForCausalLM" for kind in SERVED_KINDS} == set(
+        MODELS
+    )
 
 
 FLAGS = [refusal for refusal in REFUSALS if refusal.flag.startswith("--")]
@@ -136,15 +139,15 @@ def test_stock_arguments_pass(parser: argparse.ArgumentParser) -> None:
     check_server_args(parse(parser))
 
 
-@pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16"])
-def test_plain_kv_passes(dtype: str, parser: argparse.ArgumentParser) -> None:
+@pytest.mark.parametrize("dtype", ["auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])
+def test_kv_that_can_be_moved_passes(dtype: str, parser: argparse.ArgumentParser) -> None:
     check_server_args(parse(parser, "--kv-cache-dtype", dtype))
 
 
 def test_every_other_kv_dtype_of_sglang_is_refused(parser: argparse.ArgumentParser) -> None:
     choices = parser._option_string_actions["--kv-cache-dtype"].choices
     assert choices
-    for dtype in set(choices) - {"auto", "bf16", "bfloat16"}:
+    for dtype in set(choices) - {"auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2"}:
         with pytest.raises(UnsupportedError, match=r"^--kv-cache-dtype is not supported"):
             check_server_args(parse(parser, "--kv-cache-dtype", dtype))
 
@@ -165,6 +168,16 @@ def test_small_pages_are_refused_with_a_storage_backend(size: int | None) -> Non
     ]
     args.hicache_storage_backend = None
     assert not [refusal for refusal in STORAGE_REFUSALS if refusal.applies(args)]
+
+
+def test_kv_in_8_bit_is_refused_with_a_storage_backend() -> None:
+    args = SimpleNamespace(hicache_storage_backend="file", page_size=16, kv_cache_dtype="fp8_e5m2")
+    (refused,) = [refusal for refusal in STORAGE_REFUSALS if refusal.applies(args)]
+    assert "KV in 8 bit is not written yet" in refused.why
+    args.kv_cache_dtype = "auto"
+    assert not refused.applies(args)
+    args.hicache_storage_backend, args.kv_cache_dtype = None, "fp8_e5m2"
+    assert not refused.applies(args)
 
 
 def test_storage_keys_without_the_tenant_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +211,9 @@ def runner(
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", MOVABLE_DTYPES, ids=str)
 def test_a_plain_model_passes(dtype: torch.dtype) -> None:
-    check_runner(runner(keys=torch.zeros(4, 2, 8, dtype=dtype)), 1)
+    check_runner(runner(keys=torch.zeros(4, 2, 8).to(dtype)), 1)
 
 
 def test_the_check_layer_may_be_the_last_but_one_and_no_later() -> None:
@@ -222,7 +235,6 @@ def test_another_kv_pool_is_refused() -> None:
 @pytest.mark.parametrize(
     "keys",
     [
-        torch.zeros(4, 2, 8, dtype=torch.float8_e4m3fn),
         torch.zeros(4, 2, 8, dtype=torch.uint8),
         torch.zeros(4, 2, 8, dtype=torch.int32),
         torch.zeros(4, 16),

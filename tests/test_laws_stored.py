@@ -67,11 +67,12 @@ def test_reused_keys_are_the_stored_keys_at_their_new_position(
         k, v = (kv[start : start + length] for kv in blended[layer])
         stored_k, stored_v = (kv[len(SYSTEM) :] for kv in stored[layer])
         moved = _rotate_by_complex_numbers(
-            stored_k, len(far), frequencies, neox=served_kind not in NEIGHBOURS
+            stored_k, len(far), frequencies, neox=served_kind.partition("+")[0] not in NEIGHBOURS
         )
         assert torch.equal(v, stored_v)
         error = (k.double() - moved).abs().max() / moved.abs().max()
-        assert error < 1e-4, f"layer {layer}: {error}"
+        rounding = torch.finfo(k.dtype).eps / 2 if k.dtype.itemsize == 1 else 0.0
+        assert error < 1e-4 + rounding, f"layer {layer}: {error}"
 
 
 # --- L3: exact requests never see blended KV ---

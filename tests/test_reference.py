@@ -13,7 +13,7 @@ from harness import Answer, Driver, Prompt, rag_prompt, random_tokens
 from reference import CHUNKS, MAX_ASKED, QUESTION, SYSTEM, Reference, find_scores
 from tiny_models import VOCAB_SIZE, make_model
 
-from sgl_blend.policies import NAMED, POLICIES
+from sgl_blend.policies import EXACT, NAMED, POLICIES
 from sgl_blend.scheduler.probes import made_up_texts
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -55,7 +55,7 @@ def test_the_engine_blends_as_written_down(
 
 # Several steps, and beside requests that blend what is not true: chunks 1 and 2 are moved in all.
 @pytest.mark.parametrize("chunked", [-1, 64])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if POLICIES[name].true_kv])
+@pytest.mark.parametrize("policy", [name for name in POLICIES if name.startswith(EXACT)])
 def test_dropping_rows_of_true_kv_is_a_full_prefill(
     start_engine: StartEngine, model_folder: Path, policy: str, chunked: int
 ) -> None:

@@ -32,9 +32,11 @@ def exactness(**changes: Any) -> Exactness:
     facts = {
         "rotation_errors": {1: 1e-7, 1000: 1e-7},
         "dtype": "float32",
+        "kv_dtype": "float32",
         "noise_kl": 0.0,
         "ratio_one_kl": 1e-9,
         "true_kv_kl": 1e-9,
+        "moved_kl": 1e-9,
         "architecture": "abc",
     }
     return Exactness(**{**facts, **changes})
@@ -67,6 +69,11 @@ def test_in_bfloat16_ratio_one_may_differ_by_the_noise() -> None:
     changed = exactness(
         dtype="bfloat16", rotation_errors={1: 5e-3}, ratio_one_kl=1e-3, noise_kl=6e-4
     )
+    assert changed.why_not() is None
+
+
+def test_with_kv_in_8_bit_ratio_one_may_differ_by_the_noise() -> None:
+    changed = exactness(kv_dtype="float8_e4m3fn", ratio_one_kl=1e-3, noise_kl=6e-4, moved_kl=0.2)
     assert changed.why_not() is None
 
 

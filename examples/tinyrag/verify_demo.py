@@ -12,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from examples.tinyrag.held_out import write_items
@@ -30,21 +32,38 @@ FEW = ("--ratios", "0.1,0.15,0.3", "--policies", "hkvd", "--check-layers", "2")
 """Settings, for time."""
 
 
-def run(command: str, items: Path, python_path: Path, *flags: str) -> int:
-    """Run a command of the package in python_path and return its exit status."""
+@dataclass(frozen=True)
+class Found:
+    """What a build of the package says of the model.
+
+    Attributes:
+        status: Exit status of ``verify``.
+        accuracy: Share of items that it answers rightly with every chunk reused as it is.
+        printed: What its commands printed.
+    """
+
+    status: int
+    accuracy: float
+    printed: str
+
+
+def run(command: str, items: Path, python_path: Path, *flags: str) -> tuple[int, str]:
+    """Run a command of the package in python_path; return its exit status and what it printed."""
     program = [sys.executable, "-m", "sgl_blend", command, "--model-path", str(FOLDER / "model")]
     line = ["env", f"PYTHONPATH={python_path}", *program, "--data", str(items), *flags]
-    return subprocess.run(line, cwd=python_path).returncode
+    done = subprocess.run(line, cwd=python_path, stdout=subprocess.PIPE, text=True)
+    return done.returncode, done.stdout
 
 
-def accuracy_of_reuse(items: Path, python_path: Path) -> float:
-    """Return how many items the package in python_path answers with every chunk reused as it is."""
-    out = items.with_suffix(".json")
+def ask(python_path: Path, items: Path, latest: Path, out: Path) -> Found:
+    """Let the package in python_path verify the model, and answer with every chunk reused."""
+    status, verdict = run("verify", items, python_path, *FEW, "--profile", f"{out}.profile")
     flags = ["--policies", "none", "--max-new-tokens", "1", "--json", str(out)]
-    if run("eval", items, python_path, *flags) != 0:
+    failed, table = run("eval", latest, python_path, *flags)
+    if failed != 0:
         raise RuntimeError("sgl-blend eval failed")
-    accuracy: float = json.loads(out.read_text())["rows"][-1]["accuracy"]
-    return accuracy
+    accuracy = float(json.loads(out.read_text())["rows"][-1]["accuracy"])
+    return Found(status, accuracy, verdict + table)
 
 
 def sabotage(folder: Path) -> None:
@@ -66,17 +85,19 @@ def main() -> int:
         write_items(items, make_held_out(SEED, COUNT))
         write_items(latest, make_latest(SEED, 50, (LATEST_GAP, 10**6)))
         sabotage(folder)
-        print("this build:", flush=True)
-        passed = run("verify", items, ROOT, *FEW, "--profile", str(folder / "profile.json"))
-        right = accuracy_of_reuse(latest, ROOT)
-        print("\na build whose keys turn backwards:", flush=True)
-        refused = run("verify", items, folder, *FEW)
-        wrong = accuracy_of_reuse(latest, folder)
+        print("Two builds verify the model, beside each other.", flush=True)
+        with ThreadPoolExecutor(2) as pool:  # each of them uses one core
+            here, there = pool.map(
+                lambda path: ask(path, items, latest, folder / f"{path.name}.json"), (ROOT, folder)
+            )
+    print(f"this build:\n{here.printed}\na build whose keys turn backwards:\n{there.printed}")
     print(
-        f"\nwhich statement is the latest: {right:.2f} right here, {wrong:.2f} in the other build"
+        f"which statement is the latest: {here.accuracy:.2f} right here, {there.accuracy:.2f} in the "
+        "other build"
     )
-    print(f"this build: exit {passed}, the sabotaged one: exit {refused}")
-    return 0 if passed == 0 and refused == 1 and wrong < right else 1
+    print(f"this build: exit {here.status}, the sabotaged one: exit {there.status}")
+    right = here.status == 0 and there.status == 1 and there.accuracy < here.accuracy
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

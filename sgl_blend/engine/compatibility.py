@@ -14,6 +14,7 @@ from sgl_blend.engine.models import model_class
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS, storage_keys_hold_namespaces
 from sgl_blend.errors import UnsupportedError
+from sgl_blend.kernels.delta_rope import MOVABLE_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ def _rust_server_is_on() -> bool:
 
 
 _ROWS_MEET = "experts on several ranks exchange rows by counts that blending changes"
+_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _NO_CHECKS = "it replaces the process in which requests are checked"
 
 REFUSALS = (
@@ -115,8 +117,8 @@ REFUSALS = (
     Refusal("--enable-flexkv", _is_set("enable_flexkv"), "only SGLang's own tree is known"),
     Refusal(
         "--kv-cache-dtype",
-        lambda args: getattr(args, "kv_cache_dtype", "auto") not in ("auto", "bf16", "bfloat16"),
-        "quantised keys cannot be rotated yet",
+        lambda args: getattr(args, "kv_cache_dtype", "auto") not in _KV_DTYPES,
+        f"KV can be rotated in {', '.join(_KV_DTYPES[1:])}, not in blocks with scales of their own",
     ),
     Refusal("--enable-two-batch-overlap", _is_set("enable_two_batch_overlap"), "batches are split"),
     Refusal("--enable-single-batch-overlap", _is_set("enable_single_batch_overlap"), "untested"),
@@ -157,6 +159,11 @@ STORAGE_REFUSALS = (
         "--page-size",
         lambda args: _stores(args) and (getattr(args, "page_size", None) or 1) < MIN_PAGE_TOKENS,
         f"with a storage backend, pages must have at least {MIN_PAGE_TOKENS} tokens",
+    ),
+    Refusal(
+        "--kv-cache-dtype",
+        lambda args: _stores(args) and str(getattr(args, "kv_cache_dtype", "")).startswith("fp8"),
+        "with a storage backend, KV in 8 bit is not written yet; a host tier alone holds it",
     ),
 )
 """Refused with a storage backend. The rest is refused when it is made (engine/storage.py)."""
@@ -201,6 +208,11 @@ SERVED = (
         "storage behind it (file, mooncake; not on 0.5.17)",
         "chunks come to host memory before their request is admitted; every page is checked",
         "tests/test_storage_tier.py, tests/test_checked_storage.py, not run on a GPU yet",
+    ),
+    Feature(
+        "KV in 8 bit (--kv-cache-dtype fp8_e4m3, fp8_e5m2)",
+        "keys are rotated in float32 and rounded once; scales of a checkpoint are applied",
+        "tests/test_fp8_kv.py, tests/test_laws.py, not run on a GPU yet",
     ),
     Feature(
         "retraction, preemption, priorities",
@@ -326,7 +338,7 @@ def check_runner(runner: ModelRunner, check_layer: int) -> None:
     if pool != "MHATokenToKVPool":
         raise UnsupportedError(f"enable_blend: KV pool {pool} is not supported")
     keys = runner.token_to_kv_pool.get_key_buffer(0)
-    if keys.dim() != 3 or not keys.dtype.is_floating_point or keys.dtype.itemsize < 2:
+    if keys.dim() != 3 or keys.dtype not in MOVABLE_DTYPES:
         raise UnsupportedError(
             f"enable_blend: KV pool of {keys.dtype} with {keys.dim()} dimensions is not supported"
         )

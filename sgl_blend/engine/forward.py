@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.kv_scales import write_scales
 from sgl_blend.engine.objects import (
     AttentionBackend,
     AttentionLayer,
@@ -251,10 +252,16 @@ def write_kv(
     k: torch.Tensor,
     v: torch.Tensor,
 ) -> None:
-    """Write fresh KV of a batch's rows into one layer of the pool, as stock backends do."""
+    """Write fresh KV of a batch's rows into one layer of the pool, as stock backends do.
+
+    Where the layer has scales, SGLang divides k and v themselves: what they hold afterwards is stored,
+    not fresh.
+    """
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    backend.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+    scales = write_scales(backend, layer)
+    place = KVWriteLoc(batch.out_cache_loc, None)
+    backend.token_to_kv_pool.set_kv_buffer(layer, place, k, v, *scales)
 
 
 def kv_lengths(batch: ForwardBatch) -> list[int]:

@@ -36,7 +36,7 @@ class HostPages:
         self._check()
         dtype = str(pool.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
-            raise UnsupportedError(f"--hicache-storage-backend: KV of {dtype} is not supported")
+            raise UnsupportedError(f"--hicache-storage-backend: pages of {dtype} are not supported")
         self.form = PageFormat(dtype, pool.layer_num, pool.page_size, pool.head_num, pool.head_dim)
         buffer = pool.kv_buffer
         per_page = 2 * pool.layer_num * pool.page_size * pool.head_num * pool.head_dim

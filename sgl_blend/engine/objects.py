@@ -220,6 +220,10 @@ class AttentionLayer(Protocol):
     tp_q_head_num: int
     qk_head_dim: int
     scaling: float
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    k_scale_float: float | None
+    v_scale_float: float | None
 
 
 class DecoderLayer(Protocol):

@@ -18,9 +18,11 @@ from sgl_blend.engine.forward import (
     kv_slots_of_requests,
     layer_kv,
     row_positions,
+    row_slots,
     take_rows,
     write_kv,
 )
+from sgl_blend.engine.kv_scales import KVScale, kv_scale, times
 from sgl_blend.engine.models import layer_number, softmax_scale, split_heads
 from sgl_blend.engine.objects import AttentionBackend, AttentionLayer, ForwardBatch
 from sgl_blend.engine.tp_group import TPGroup
@@ -86,6 +88,7 @@ class _LayerKV:
     k_pool: torch.Tensor
     v_pool: torch.Tensor
     scale: float
+    stored: KVScale
 
 
 class BlendAttention:
@@ -161,16 +164,17 @@ class BlendAttention:
         k_pool, v_pool = layer_kv(self.inner, layer_id)
         if save_kv_cache:
             write_kv(self.inner, layer, self._batch, k, v)
-        heads, scale = split_heads(q, layer), softmax_scale(layer)
+        heads, stored = split_heads(q, layer), kv_scale(self.inner, layer)
+        scale = softmax_scale(layer) * stored.k
         if leaving is not None:
             with phase(Phase.SELECTION):
                 if isinstance(leaving, LastRows):
                     self._keep_last(leaving)
                 else:
-                    self._select(leaving, _LayerKV(heads, k, v, k_pool, v_pool, scale))
+                    self._select(leaving, _LayerKV(heads, k, v, k_pool, v_pool, scale, stored))
                 (heads,) = compact_rows(self.kept_rows, [heads])
         mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=scale)
-        return mixed.reshape(heads.shape[0], -1)
+        return times(mixed, stored.v).reshape(heads.shape[0], -1)
 
     def drop_early(self, reduction: Reduction, scores: torch.Tensor) -> None:
         """Drop rows before the first layer: of requests whose policy needs to see no layer for it.
@@ -248,19 +252,24 @@ class BlendAttention:
         candidates = self._candidates
         assert candidates is not None, "there is something to look at"
         own = group.slice
+        k, v, rows = fresh.k, fresh.v, candidates.rows[own]
+        if v.dtype != fresh.v_pool.dtype:  # else the rounding of what is stored would count
+            k, v, rows = fresh.k_pool, fresh.v_pool, row_slots(self._batch)[rows]
         return LayerView(
             q=fresh.q,
-            k=fresh.k,
-            v=fresh.v,
+            k=k,
+            v=v,
             k_pool=fresh.k_pool,
             v_pool=fresh.v_pool,
-            rows=candidates.rows[own],
+            rows=rows,
             stored_slots=candidates.source_slots[own],
             rotation=(candidates.cos[own], candidates.sin[own], self._neox),
             positions=candidates.positions[own],
             question=group.question,
             own_slots=lambda: self._kv_slots()[group.request],
             scale=fresh.scale,
+            k_scale=fresh.stored.k,
+            v_scale=fresh.stored.v,
         )
 
     def _kv_slots(self) -> list[torch.Tensor]:

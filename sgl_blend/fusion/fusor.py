@@ -37,6 +37,7 @@ from sgl_blend.engine.forward import (
     step_starts,
     take_rows,
 )
+from sgl_blend.engine.kv_scales import layer_scales
 from sgl_blend.engine.models import (
     around_logits,
     attention_backend,
@@ -58,7 +59,7 @@ from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.fusion.plan import LayerSplit, StepPlan
 from sgl_blend.fusion.planner import Planner
 from sgl_blend.fusion.rotation import Rotation
-from sgl_blend.kernels.kv_deviation import kv_deviation_at
+from sgl_blend.kernels.kv_deviation import in_units, kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
 from sgl_blend.policies import POLICIES
 from sgl_blend.policies.spec import LayerView, Sees
@@ -172,6 +173,7 @@ class Fusor:
             own = own[: seen.stored_slots.numel()]
             _, v_pool = self._layout.layer(check)
             squared = self._tp_group.sum(kv_deviation_at(v_pool, own, v_pool, seen.stored_slots))
+            squared = in_units(squared, layer_scales(runner)[check].v)
             self._memory.write(seen.place, squared, first=seen.first)
         return empty_output(runner, forward_batch)
 
@@ -339,6 +341,9 @@ class Fusor:
         computed = torch.ones_like(own_slots, dtype=torch.bool)
         computed[candidates.rows] = False
         self._layout.clear(own_slots[computed])
+        for group in plan.groups:
+            if POLICIES[group.policy].turned:
+                self._turn_there_and_back(own_slots, candidates, group.slice)
         given = candidates.priorities
         if given is None:
             given = torch.zeros(len(candidates.rows), device=own_slots.device)
@@ -354,6 +359,18 @@ class Fusor:
             ),
         )
 
+    def _turn_there_and_back(
+        self, own_slots: torch.Tensor, candidates: Candidates, part: slice
+    ) -> None:
+        """Move a group's keys to where its chunks are stored, and back."""
+        slots, cos, sin = (
+            own_slots[candidates.rows[part]],
+            candidates.cos[part],
+            candidates.sin[part],
+        )
+        self._layout.turn(slots, cos, -sin)
+        self._layout.turn(slots, cos, sin)
+
     def _true_priorities(
         self, batch: ForwardBatch, group: Group, candidates: Candidates
     ) -> torch.Tensor:
@@ -361,6 +378,7 @@ class Fusor:
         assert policy.score is not None, "a policy that sees a prefill has a score"
         own_slots = row_slots(batch)
         scores = torch.zeros(group.count, device=own_slots.device)
+        scales = layer_scales(self._runner)
         for layer in range(self.layers.check + 1, self.layers.total):
             k_pool, v_pool = self._layout.layer(layer)
             view = LayerView(
@@ -375,7 +393,9 @@ class Fusor:
                 positions=candidates.positions[own],
                 question=group.question,
                 own_slots=lambda: own_slots,
-                scale=1.0,
+                scale=scales[layer].k,
+                k_scale=scales[layer].k,
+                v_scale=scales[layer].v,
             )
             deviation = self._tp_group.sum(policy.score(view))
             scores += deviation / deviation.mean().clamp(min=1e-30)  # layers differ in scale

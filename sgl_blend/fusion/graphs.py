@@ -32,6 +32,7 @@ from sgl_blend.engine.forward import (
     step_lengths,
     write_kv,
 )
+from sgl_blend.engine.kv_scales import kv_scale, layer_scales, times
 from sgl_blend.engine.layer_range import (
     between_layers,
     copy_of,
@@ -157,8 +158,9 @@ class _FixedAttention:
             write_kv(self.inner, layer, self._batch, k, v)
         heads, scale = split_heads(q, layer), softmax_scale(layer)
         pools = layer_kv(self.inner, layer_number(layer))
-        mixed = self._kernel.run(heads, *pools, self._rows, scale=scale)
-        return mixed.reshape(heads.shape[0], -1)
+        stored = kv_scale(self.inner, layer)
+        mixed = self._kernel.run(heads, *pools, self._rows, scale=scale * stored.k)
+        return times(mixed, stored.v).reshape(heads.shape[0], -1)
 
 
 class RowBucketGraphs:
@@ -198,7 +200,7 @@ class RowBucketGraphs:
         self._inputs: _Inputs | None = None
         self._replays: dict[int, Body] = {}
         self._bodies: list[Body] = []  # they hold the batches whose tensors a graph may read
-        self._weights: list[int] = []
+        self._weights: object = None
 
     @torch.no_grad()
     def capture(self) -> None:
@@ -222,7 +224,7 @@ class RowBucketGraphs:
             self._give_up()
             return
         self.buckets = self._wanted
-        self._weights = weight_addresses(self._runner)
+        self._weights = self._fixed_by_weights()
 
     def _capture_all(self) -> None:
         """Capture; whatever may fail does so on all ranks together, none waits for another."""
@@ -271,12 +273,16 @@ class RowBucketGraphs:
         """
         if not self.buckets:
             return
-        moved = weight_addresses(self._runner) != self._weights
+        moved = self._fixed_by_weights() != self._weights
         assert self._inputs is not None, "graphs were captured"
         told = torch.tensor([float(moved)], device=self._inputs.positions.device)
         if self._tp_group.sum(told).item() > 0:
             logger.warning("sgl-blend: the weights lie elsewhere now, CUDA graphs are given up")
             self._give_up()
+
+    def _fixed_by_weights(self) -> object:
+        """Return what graphs hold of the weights: where they lie, and the scales of stored KV."""
+        return weight_addresses(self._runner), layer_scales(self._runner)
 
     def _body(self, num_rows: int) -> Body:
         """Return what one graph runs; it reads the inputs and depends on nothing else."""

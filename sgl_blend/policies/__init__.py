@@ -2,7 +2,8 @@
 
 Every module of this package but ``spec`` names its policies in a dict ``POLICIES``; they are found by
 themselves. ``exact-NAME`` is made for each: it selects as NAME does, but the rows it drops keep their
-true KV, so the answer must be that of a full prefill. That is for evaluations.
+true KV, so the answer must be that of a full prefill. ``moved-hkvd`` moves that KV's keys away and back
+before, so its answer shows what moving costs. These are for evaluations.
 """
 
 import pkgutil
@@ -12,6 +13,7 @@ from importlib import import_module
 from sgl_blend.policies.spec import Policy, budget_of, early_of, schedule_of
 
 EXACT = "exact-"
+MOVED = "moved-hkvd"
 
 
 def _find_policies() -> dict[str, Policy]:
@@ -28,7 +30,7 @@ def _find_policies() -> dict[str, Policy]:
 
 POLICIES = _find_policies()
 NAMED = tuple(POLICIES)
-"""What users choose among; the exact ones below are for tests of the engine."""
+"""What users choose among; the exact ones and the moved one below are for tests of the engine."""
 POLICIES.update(
     {
         EXACT + name: replace(policy, evaluation_only=True, true_kv=True)
@@ -36,6 +38,7 @@ POLICIES.update(
         if not policy.evaluation_only and policy.fixed_ratio != 1.0
     }
 )
+POLICIES[MOVED] = replace(POLICIES["hkvd"], evaluation_only=True, true_kv=True, turned=True)
 
 
 def recompute_budget(policy: str, ratio: float, num_reused: int) -> int:

@@ -16,16 +16,18 @@ _HYBRID_FIRST = 8
 
 def v_deviation(view: LayerView) -> torch.Tensor:
     """Measure the squared distance of the stored V; it carries no position."""
-    from sgl_blend.kernels.kv_deviation import kv_deviation_at
+    from sgl_blend.kernels.kv_deviation import in_units, kv_deviation_at
 
-    return kv_deviation_at(view.v, view.rows, view.v_pool, view.stored_slots)
+    found = kv_deviation_at(view.v, view.rows, view.v_pool, view.stored_slots)
+    return in_units(found, view.v_scale)
 
 
 def k_deviation(view: LayerView) -> torch.Tensor:
     """Measure the squared distance of the stored K, after it was moved."""
-    from sgl_blend.kernels.kv_deviation import kv_deviation_at
+    from sgl_blend.kernels.kv_deviation import in_units, kv_deviation_at
 
-    return kv_deviation_at(view.k, view.rows, view.k_pool, view.stored_slots, view.rotation)
+    found = kv_deviation_at(view.k, view.rows, view.k_pool, view.stored_slots, view.rotation)
+    return in_units(found, view.k_scale)
 
 
 def hybrid(scores: torch.Tensor | None, chunk_lengths: list[int], budget: int) -> torch.Tensor:

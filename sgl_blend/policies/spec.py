@@ -37,18 +37,21 @@ class LayerView:
 
     Attributes:
         q: [rows of the batch, heads, head_dim], rotated queries. Empty after a full prefill.
-        k: [rows of the batch, KV heads, head_dim], rotated keys that were just computed.
-        v: Same shape, values that were just computed.
+        k: [rows of the batch, KV heads, head_dim], rotated keys that were just computed. With a pool of
+            another dtype it is the pool, where they lie rounded as the stored ones are.
+        v: Same shape, values that were just computed, likewise.
         k_pool: [slots, KV heads, head_dim], the layer's keys in the pool.
         v_pool: Same shape, the layer's values.
-        rows: int64 [n], row of each reused token in q, k and v.
+        rows: int64 [n], row of each reused token in k and v.
         stored_slots: int64 [n], slot of each reused token's stored KV in k_pool and v_pool.
         rotation: cos and sin, float32 [n, rotary_dim / 2], that move each stored key to its new
             position, and whether the style is NeoX.
         positions: int64 [n], positions in the request.
         question: Rows after the last chunk.
         own_slots: Returns int64 [tokens], the slots of the whole request, by position.
-        scale: Factor on attention logits.
+        scale: Factor on attention logits of q with keys in k_pool.
+        k_scale: What stored keys, and k, are multiplied by to be in the model's units.
+        v_scale: Likewise for values.
     """
 
     q: torch.Tensor
@@ -63,6 +66,8 @@ class LayerView:
     question: range
     own_slots: Callable[[], torch.Tensor]
     scale: float
+    k_scale: float = 1.0
+    v_scale: float = 1.0
 
 
 Score = Callable[[LayerView], "torch.Tensor"]
@@ -95,6 +100,8 @@ class Policy:
             a memory passes.
         evaluation_only: Whether it costs a full prefill, which no server should pay.
         true_kv: Whether the rows it drops keep the KV of that full prefill, not their chunk's.
+        turned: Whether their keys are moved to where the chunk is stored and back before, rounded each
+            time: what is lost then is what moving keys costs.
     """
 
     summary: str
@@ -108,6 +115,7 @@ class Policy:
     early_share: float | None = None
     evaluation_only: bool = False
     true_kv: bool = False
+    turned: bool = False
 
     def __post_init__(self) -> None:
         assert (self.score is None) == (self.sees is Sees.NOTHING), "a score needs to see something"

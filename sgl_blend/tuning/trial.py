@@ -17,6 +17,7 @@ from sgl_blend.errors import UnsupportedError
 from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.plan import BlendPlan, ReusedSpan
 from sgl_blend.fusion.sources import PoolSlots
+from sgl_blend.kernels.delta_rope import clear_slots
 from sgl_blend.policies import POLICIES
 from sgl_blend.settings.config import BlendConfig
 
@@ -50,7 +51,7 @@ def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> None:
             )
         slots, path = borrowed
         for pool in (*pools.k, *pools.v):
-            pool[path] = 0  # memory that nobody wrote to may hold what is no number
+            clear_slots(pool, path)  # memory that nobody wrote to may hold what is no number
         with prefill_batch(scheduler, slots) as batch:
             try:
                 finite = _gives_finite_logits(fusor, batch, _plan(PoolSlots(path), config))

@@ -89,6 +89,8 @@ def warm_up(
         kv_deviation_at(fresh.v, first, pools.v[0], first)
         kv_deviation_at(fresh.k, first, pools.k[0], first, (cos, sin, rotation.neox))
     kv_deviation_at(pools.v[0], first, pools.v[0], first)  # of a probe
+    if pools.k[0].dtype != dtype:  # fresh keys are read there
+        kv_deviation_at(pools.k[0], first, pools.k[0], first, (cos, sin, rotation.neox))
     for count in _counts(most_requests):
         for length in _LENGTHS:
             _attend(pools, heads, dtype, kernel, [length, *[_REQUEST_ROWS] * (count - 1)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from sgl_blend.commands.evaluation.runner import Answer, BlendEngine
 from sgl_blend.commands.evaluation.scores import Row
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.fusion.rotation import check_rotation
-from sgl_blend.policies import EXACT, POLICIES
+from sgl_blend.policies import EXACT, MOVED, POLICIES
 from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import FORMAT, PACKAGE, Profile, Quality
 
@@ -128,23 +129,28 @@ class Exactness:
     Attributes:
         rotation_errors: Relative error of a moved key, by distance in tokens.
         dtype: The model's.
+        kv_dtype: Of the KV pool.
         noise_kl: Largest KL between two full prefills of a prompt, alone and in a batch, in nats.
         ratio_one_kl: Largest KL of ratio 1 from full prefill, in nats.
         true_kv_kl: Largest KL from full prefill where rows are dropped whose KV is the true one.
+        moved_kl: Mean KL from full prefill where the keys of such rows were moved away and back.
         architecture: Digest of the model's configuration.
     """
 
     rotation_errors: dict[int, float]
     dtype: str
+    kv_dtype: str
     noise_kl: float
     ratio_one_kl: float
     true_kv_kl: float
+    moved_kl: float
     architecture: str
 
     @property
     def bound(self) -> float:
         """Return what the KL may be: exact, or the noise of the model's own arithmetic."""
-        return EXACT_KL if self.dtype == "float32" else max(EXACT_KL, 2 * self.noise_kl)
+        is_exact = self.dtype == self.kv_dtype == "float32"
+        return EXACT_KL if is_exact else max(EXACT_KL, 2 * self.noise_kl)
 
     def why_not(self) -> str | None:
         """Return why the model must not be blended, or None."""
@@ -329,12 +335,15 @@ def measure_exactness(plan: Plan, settings: Settings, items: Sequence[Item]) -> 
             for policy in settings.policies
             if EXACT + policy in POLICIES
         ]
+        moved = _ask_exact(engine, prompts, together, MOVED)
     return Exactness(
         rotation_errors={int(delta): error for delta, error in info["rotation_errors"].items()},
         dtype=info["dtype"],
-        noise_kl=_largest_kl(together, alone, shape.vocab_size),
-        ratio_one_kl=_largest_kl(together, one, shape.vocab_size),
-        true_kv_kl=max(_largest_kl(together, answers, shape.vocab_size) for answers in exact),
+        kv_dtype=info["kv_dtype"],
+        noise_kl=max(_kls(together, alone, shape.vocab_size)),
+        ratio_one_kl=max(_kls(together, one, shape.vocab_size)),
+        true_kv_kl=max(max(_kls(together, answers, shape.vocab_size)) for answers in exact),
+        moved_kl=mean(_kls(together, moved, shape.vocab_size)),
         architecture=info["architecture"],
     )
 
@@ -381,11 +390,11 @@ def _ask_exact(
     )
 
 
-def _largest_kl(full: Sequence[Answer], other: Sequence[Answer], vocab_size: int) -> float:
-    """Return the largest KL over the prompts, of the tokens that both sides tell about."""
+def _kls(full: Sequence[Answer], other: Sequence[Answer], vocab_size: int) -> list[float]:
+    """Return the KL of each prompt, over the tokens that both sides tell about."""
     known = []
     for one, two in zip(full, other, strict=True):
         told = set(two.first.token_ids)  # two full prefills may name different rare tokens
         shared = [token for token in one.first.token_ids if token in told]
         known.append(kl_divergence(one.first.only(shared), two.first.only(shared), vocab_size))
-    return max(known)
+    return known

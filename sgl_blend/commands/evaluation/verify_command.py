@@ -181,9 +181,11 @@ def _facts(verdict: Verdict) -> dict[str, object]:
         "prompts": len(plan.items),
         "rotation_errors": {str(d): error for d, error in exactness.rotation_errors.items()},
         "dtype": exactness.dtype,
+        "kv_dtype": exactness.kv_dtype,
         "noise_kl": exactness.noise_kl,
         "ratio_one_kl": exactness.ratio_one_kl,
         "true_kv_kl": exactness.true_kv_kl,
+        "moved_kl": exactness.moved_kl,
         "plain": verdict.plain,
         "default": verdict.default,
         "cheapest": judgement.chosen,
@@ -199,6 +201,8 @@ def _print(verdict: Verdict, cuts: Sequence[Cut], console: Console) -> None:
         f"ratio 1    KL {exactness.ratio_one_kl:.1e}, bound {exactness.bound:.1e} "
         f"(two full prefills: {exactness.noise_kl:.1e})",
         f"true KV    KL {exactness.true_kv_kl:.1e} with rows dropped whose KV is the true one",
+        f"moved      KL {exactness.moved_kl:.1e} on average where their keys were moved away and back, "
+        f"rounded to {exactness.kv_dtype} each time",
         f"prompts    {len(plan.items)}, {plan.data}",
     ]
     if verdict.plain is not None:

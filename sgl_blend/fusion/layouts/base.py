@@ -37,6 +37,15 @@ class KVLayout(Protocol):
     def copy(self, one: Copy) -> None:
         """Copy KV to other slots, and move it to other positions."""
 
+    def turn(self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Move KV to other positions in all layers, where it lies, rounded as in a copy.
+
+        Args:
+            slots: int64 [n].
+            cos: float32 [n, rotary_dim / 2], the rotation.
+            sin: float32, same shape.
+        """
+
     def clear(self, slots: torch.Tensor) -> None:
         """Write zeros in all layers; slots is int64 [n]."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_blend.fusion.layouts.base import Copy
-from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
+from sgl_blend.kernels.delta_rope import LayerPools, clear_slots, copy_rotated_layers, turn_slots
 
 
 class MHALayout:
@@ -37,10 +37,15 @@ class MHALayout:
             neox=self._neox,
         )
 
+    def turn(self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Turn keys to other positions in all layers, where they lie; see KVLayout."""
+        for pool in self._pools.k:
+            turn_slots(pool, slots, cos, sin, neox=self._neox)
+
     def clear(self, slots: torch.Tensor) -> None:
         """Write zeros in all layers; slots is int64 [n]."""
         for buffer in (*self._pools.k, *self._pools.v):
-            buffer[slots] = 0
+            clear_slots(buffer, slots)
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of one layer by slot, each [slots, heads, head_dim]."""
