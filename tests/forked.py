@@ -7,6 +7,7 @@ has processes of its own, with parent, group and signals as `python -m sglang.la
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import runpy
@@ -40,11 +41,18 @@ FORK_SERVER.set_forkserver_preload(
 )
 
 
+@functools.cache
+def _compiled() -> tempfile.TemporaryDirectory[str]:
+    """Return where forks keep the byte code of our modules, until this process ends."""
+    return tempfile.TemporaryDirectory(prefix="sgl-blend-compiled-")
+
+
 def start_fork_server() -> None:
     """Start the fork server unless it runs, with this folder among those it imports from."""
     folders = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+        patch.setenv("SGL_BLEND_COMPILED", _compiled().name)
         forkserver.ensure_running()
 
 

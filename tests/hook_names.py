@@ -14,17 +14,21 @@ from typing import Any
 from sglang.srt.plugins import hook_registry
 
 _places: dict[int, list[tuple[Any, str]]] = {}
-_sizes: dict[int, int] = {}
+_noted: list[tuple[Any, dict[str, Any], int]] = []
+"""Modules, their names, and how many these were."""
+_known: set[str] = set()
 _propagate = hook_registry._propagate_patch
 
 
 def note_names() -> None:
     """Note where each callable is bound now, and how many names each module has."""
     _places.clear()
-    _sizes.clear()
-    for module in list(sys.modules.values()):
+    _noted.clear()
+    _known.clear()
+    for called, module in list(sys.modules.items()):
         names = getattr(module, "__dict__", {})
-        _sizes[id(module)] = len(names)
+        _noted.append((module, names, len(names)))
+        _known.add(called)
         for name, value in list(names.items()):
             if callable(value):
                 _places.setdefault(id(value), []).append((module, name))
@@ -42,10 +46,12 @@ def propagate(original: object, wrapped: object, source_module: object) -> int:
         How many names were bound anew, as SGLang's own function.
     """
     places = [place for place in _places.get(id(original), ()) if place[0] is not source_module]
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if module is not source_module and _sizes.get(id(module)) != len(names):
-            places += [(module, name) for name, value in list(names.items()) if value is original]
+    others = [module for module, names, size in _noted if len(names) != size]
+    others += [module for called, module in sys.modules.items() if called not in _known]
+    for module in others:
+        if module is not source_module:
+            names = list(getattr(module, "__dict__", {}).items())
+            places += [(module, name) for name, value in names if value is original]
     count = 0
     for module, name in places:
         if vars(module).get(name) is original:

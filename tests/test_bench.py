@@ -218,6 +218,7 @@ def run_bench(folder: Path, *arguments: str) -> dict[str, Any]:
     return {**report, "printed": done.stdout}
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.engine
 def test_ttft_end_to_end(tmp_path: Path) -> None:
     report = run_bench(
@@ -258,6 +259,7 @@ def test_ttft_end_to_end(tmp_path: Path) -> None:
     assert "--blend-when always" in " ".join(report["printed"].split())
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.engine
 def test_throughput_end_to_end(tmp_path: Path) -> None:
     report = run_bench(

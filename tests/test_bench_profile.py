@@ -66,6 +66,7 @@ def test_an_unknown_shape_is_one_sentence(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().err.startswith("sgl-blend: bench kernels: shapes: expected some of")
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.engine
 def test_profile_end_to_end(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sgl_blend", "bench", "profile", "--shape", "tiny"]

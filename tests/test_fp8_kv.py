@@ -8,10 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
-from harness import Driver, Prompt
-from law_prompts import scattered
+from harness import Driver, Prompt, largest_difference
+from law_prompts import full_prefill, scattered
 from pushed_out import ask_warm, settings
 from sparse_path import (
+    TOLERANCE,
     Comparison,
     assert_drops_and_is_full_prefill,
     assert_keeps_all_and_is_full_prefill,
@@ -192,3 +193,17 @@ def test_evicted_chunks_come_back(start_engine: StartEngine, dtype: str) -> None
     assert (warm.answer.report["chunk_hits"], warm.answer.report["host_tokens"]) == (3, 0)
     assert back.answer.report == {**warm.answer.report, "host_tokens": 200}
     assert back.answer.logprobs == warm.answer.logprobs
+
+
+def test_what_moving_keys_costs_is_told_apart(start_engine: StartEngine) -> None:
+    engine = start_engine(
+        "llama+fp8_e4m3", blend_on_miss="build", blend_eval=True, chunked_prefill_size=-1
+    )
+    lost = {}
+    for policy in ("exact-hkvd", "moved-hkvd", "hkvd"):
+        prompt = scattered(params={"sgl_blend_ratio": 0.15, "sgl_blend_policy": policy})
+        answer, full = engine.ask(prompt)[0], full_prefill(engine, prompt)
+        assert answer.report["reused_tokens"] > 0
+        lost[policy] = largest_difference(answer.logprobs[0], full.logprobs[0])
+    assert lost["exact-hkvd"] <= TOLERANCE
+    assert 100 * TOLERANCE < lost["moved-hkvd"] < lost["hkvd"] / 4

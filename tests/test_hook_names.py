@@ -26,7 +26,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ModuleType]]:
     monkeypatch.setitem(sys.modules, loaded[2].__name__, loaded[2])
     yield loaded
     hook_names._places.clear()
-    hook_names._sizes.clear()
+    hook_names._noted.clear()
+    hook_names._known.clear()
 
 
 def hook(source: ModuleType, propagate: Callable[[object, object, object], int]) -> int:

@@ -30,9 +30,9 @@ SCORED = [name for name in NAMED if POLICIES[name].score and POLICIES[name].earl
 """Not those that select before the first layer, by memory."""
 
 
-OFTEN = ("llama", "qwen3-yarn")
-SELDOM = ("qwen2-moe", "qwen3-moe", "glm4-moe", "minimax-m2", "mixtral")
-"""Experts, whose weights ranks share out within each expert. Slow; .ci/run runs them."""
+OFTEN = ("llama",)
+SELDOM = ("qwen3-yarn", "qwen2-moe", "qwen3-moe", "glm4-moe", "minimax-m2", "mixtral")
+"""Also experts, whose weights ranks share out within each expert. Slow; .ci/run runs them."""
 
 
 @pytest.fixture(

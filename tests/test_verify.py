@@ -128,6 +128,7 @@ def write_data(path: Path, count: int, num_letters: int = 40) -> Path:
     return path
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.engine
 def test_a_model_is_verified_and_its_profile_is_served(model_folder: Path, tmp_path: Path) -> None:
     model = make_text_model("llama-llama3", model_folder)
@@ -155,6 +156,7 @@ def test_a_model_is_verified_and_its_profile_is_served(model_folder: Path, tmp_p
     assert config.blend_recompute_ratio == found["cheapest"]["ratio"]
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.engine
 def test_without_prompts_that_can_tell_nothing_is_judged(
     model_folder: Path, tmp_path: Path
@@ -209,6 +211,7 @@ def test_chunks_are_cut_in_other_places(model_folder: Path, tmp_path: Path) -> N
     assert measured["cuts_beyond_max_kl"] == lose
 
 
+@pytest.mark.slow  # .ci/run runs it
 @pytest.mark.engine
 def test_by_prompts_that_the_model_cannot_read_nothing_is_judged() -> None:
     done = run_verify(ROOT / "examples" / "tinyrag" / "model", ROOT, "--check-layers", "2")

@@ -343,7 +343,9 @@ class Fusor:
         self._layout.clear(own_slots[computed])
         for group in plan.groups:
             if POLICIES[group.policy].turned:
-                self._turn_there_and_back(own_slots, candidates, group.slice)
+                part = group.slice
+                slots = own_slots[candidates.rows[part]]
+                self._layout.turn_back_and_forth(slots, candidates.cos[part], candidates.sin[part])
         given = candidates.priorities
         if given is None:
             given = torch.zeros(len(candidates.rows), device=own_slots.device)
@@ -358,18 +360,6 @@ class Fusor:
                 ]
             ),
         )
-
-    def _turn_there_and_back(
-        self, own_slots: torch.Tensor, candidates: Candidates, part: slice
-    ) -> None:
-        """Move a group's keys to where its chunks are stored, and back."""
-        slots, cos, sin = (
-            own_slots[candidates.rows[part]],
-            candidates.cos[part],
-            candidates.sin[part],
-        )
-        self._layout.turn(slots, cos, -sin)
-        self._layout.turn(slots, cos, sin)
 
     def _true_priorities(
         self, batch: ForwardBatch, group: Group, candidates: Candidates

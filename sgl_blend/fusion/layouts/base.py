@@ -37,12 +37,14 @@ class KVLayout(Protocol):
     def copy(self, one: Copy) -> None:
         """Copy KV to other slots, and move it to other positions."""
 
-    def turn(self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Move KV to other positions in all layers, where it lies, rounded as in a copy.
+    def turn_back_and_forth(
+        self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """Move KV away and back in all layers, where it lies, rounded each time as in a copy.
 
         Args:
             slots: int64 [n].
-            cos: float32 [n, rotary_dim / 2], the rotation.
+            cos: float32 [n, rotary_dim / 2], the rotation back.
             sin: float32, same shape.
         """
 

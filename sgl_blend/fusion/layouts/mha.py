@@ -37,9 +37,12 @@ class MHALayout:
             neox=self._neox,
         )
 
-    def turn(self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Turn keys to other positions in all layers, where they lie; see KVLayout."""
+    def turn_back_and_forth(
+        self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> None:
+        """Turn keys to other positions and back in all layers; see KVLayout."""
         for pool in self._pools.k:
+            turn_slots(pool, slots, cos, -sin, neox=self._neox)
             turn_slots(pool, slots, cos, sin, neox=self._neox)
 
     def clear(self, slots: torch.Tensor) -> None:
