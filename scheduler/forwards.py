@@ -53,7 +53,7 @@ class Forwards:
             others = [i for i in range(len(rids)) if i not in builds]
             groups = [[i] for i in builds] + ([others] if others else [])
             outputs = [
-                (group, self._run_group(orig, runner, take_requests(batch, group), args))
+                (group, self._run_group(orig, runner, take_requests(runner, batch, group), args))
                 for group in groups
             ]
             return join_outputs(outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from array import array
+from collections.abc import Callable
 
 from sgl_blend.engine.objects import Received
 from sgl_blend.engine.requests import (
@@ -51,6 +52,7 @@ class Intake:
         switch: Whether requests are blended at present.
         longest: Tokens of the longest path that the model can prefill.
         finder: Finds chunks in text without marks; None if only marks count.
+        pretends: Tells whether a request for the base model has the class of one for an adapter.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Intake:
         switch: BlendSwitch,
         longest: int,
         finder: Finder | None = None,
+        pretends: Callable[[Received], bool] = lambda received: False,
     ) -> None:
         self._finder = finder
+        self._pretends = pretends
         self._config = config
         self._model = model
         self._separator_id = separator_id
@@ -90,6 +94,8 @@ class Intake:
         try:
             check_salt("cache_salt", salt_of(received))
             check_salt("extra_key", received_class(received))
+            if self._pretends(received):
+                raise RequestError("extra_key ends with the id of an adapter")
             overrides = parse_overrides(custom_params(received), self._config)
             prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
         except RequestError:

@@ -6,6 +6,7 @@ import secrets
 from array import array
 from collections.abc import Callable
 
+from sgl_blend.engine.adapters import adapter_of_class
 from sgl_blend.engine.objects import Req, Scheduler, Verdict
 from sgl_blend.engine.requests import new_silent_request
 from sgl_blend.engine.rounds import lowest_priority, vocab_size
@@ -41,7 +42,7 @@ def new_internal_request(
         rid: Request id that no client can guess.
         token_ids: Its prompt.
         salt: Cache salt of the namespace; None for the one without.
-        extra_key: SGLang's request class.
+        extra_key: SGLang's request class; the adapter that it names computes the KV.
         apart: Whether no client's request may follow it in its batch.
 
     Returns:
@@ -54,6 +55,7 @@ def new_internal_request(
         extra_key=extra_key,
         vocab_size=vocab_size(scheduler),
         priority=lowest_priority(scheduler),
+        adapter=adapter_of_class(scheduler, extra_key),
     )
     setattr(req, _MARK, apart)
     return req

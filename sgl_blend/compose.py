@@ -10,6 +10,7 @@ import msgspec
 
 from sgl_blend.compose_finding import make_finding, make_learner
 from sgl_blend.compose_fusion import Fusion, make_fusion
+from sgl_blend.engine.adapters import pretends_adapter
 from sgl_blend.engine.compatibility import (
     check_server_args,
 )
@@ -159,6 +160,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             switch=switch,
             longest=longest,
             finder=finder,
+            pretends=partial(pretends_adapter, scheduler),
         ),
         admission=Admission(
             store,

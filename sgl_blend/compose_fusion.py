@@ -4,7 +4,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sgl_blend.engine.compatibility import check_layers, check_model, check_runner
+from sgl_blend.engine.adapters import serves_adapters
+from sgl_blend.engine.compatibility import check_adapters, check_layers, check_model, check_runner
 from sgl_blend.engine.facts import ServerFacts
 from sgl_blend.engine.graph_capture import CudaRecorder, graphs_may_be_paused
 from sgl_blend.engine.layer_loop import lend_layer_loop
@@ -72,6 +73,7 @@ def make_fusion(
     lend_layer_loop(runner)
     layers, dtype = decoder_layers(runner), model_dtype(runner)
     check_layers(layers)
+    check_adapters(runner, layers)
     rotation = Rotation(read_rotary_embedding(layers))
     errors = rotation_errors(rotation, dtype, longest_prompt(runner))
     if not config.blend_eval:  # an evaluation is to see how wrong it is
@@ -132,6 +134,8 @@ def _graphs(
     fixed = fixed_kernel(kernel)
     if config.blend_cuda_graph == "off" or fixed is None or not fixed.can_be_captured:
         return None
+    if serves_adapters(facts.runner):
+        return None  # which rows are an adapter's changes with every batch
     if graphs_may_be_paused(facts.args):
         logger.info("sgl-blend: no CUDA graphs with SGLANG_MEMORY_SAVER_CUDA_GRAPH")
         return None

@@ -122,6 +122,8 @@ class Driver:
             token_ids_logprob=None,
             stream=False,
             priority=prompt.priority,
+            lora_id=prompt.adapter,
+            extra_key=prompt.extra_key,
         )
         set_salt(received, prompt.salt)
         return received

@@ -52,7 +52,7 @@ def start_fork_server() -> None:
     folders = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
-        patch.setenv("SGL_BLEND_COMPILED", _compiled().name)
+        patch.setenv("FORKS_COMPILED", _compiled().name)
         forkserver.ensure_running()
 
 

@@ -38,6 +38,7 @@ def full_prefill(engine: Engine, prompt: Prompt, salt: str = "reference") -> Ans
     tokens = Prompt(
         [prompt.tokens],
         salt=salt,
+        adapter=prompt.adapter,
         max_new_tokens=prompt.max_new_tokens,
         logprob_start_len=prompt.logprob_start_len,
     )

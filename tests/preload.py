@@ -10,7 +10,7 @@ hook_names.install()
 
 # The first fork that imports a module of ours compiles it for all of this run. Nothing is written into
 # the checkout, and nothing that an earlier run compiled is read.
-sys.pycache_prefix = os.environ["SGL_BLEND_COMPILED"]
+sys.pycache_prefix = os.environ["FORKS_COMPILED"]
 sys.dont_write_bytecode = False
 
 # SGLang collects garbage when it starts. What was imported is none, and a walk through it would take

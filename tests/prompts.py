@@ -20,6 +20,9 @@ class Prompt:
     params: dict[str, Any] = field(default_factory=dict)
     """custom_params beside the spans."""
     salt: str | None = None
+    adapter: str | None = None
+    """Id of a LoRA adapter that SGLang has loaded."""
+    extra_key: str | None = None
     max_new_tokens: int = 1
     temperature: float = 0.0
     logprob_start_len: int = -1

@@ -183,7 +183,7 @@ def store_kv_of(
     pool = runner.token_to_kv_pool
     rotary = runner.model.model.layers[0].self_attn.rotary_emb
     true_slots = match_prefix(
-        tree, array("q", prompt.tokens), salt=_REFERENCE, extra_key=None
+        tree, array("q", prompt.tokens), salt=_REFERENCE, extra_key=prompt.adapter
     ).slots
     for key, span in zip(state.keys, state.spans, strict=True):
         found = match_prefix(tree, key.path, salt=key.salt, extra_key=key.extra_key)

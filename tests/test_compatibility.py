@@ -35,7 +35,6 @@ VALUES = {
     "--moe-a2a-backend": "deepep",
     "--moe-dp-size": "2",
     "--speculative-algorithm": "EAGLE",
-    "--lora-paths": "adapter=path",
     "--disaggregation-mode": "prefill",
     "--hicache-storage-backend": "file",
     "--hicache-host-memory-mode": "buffer_only",

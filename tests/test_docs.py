@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sgl_blend.engine.compatibility import SERVED
+from sgl_blend.engine.served import SERVED
 from tools.docs_pages import BLOCKS, blocks_of, pages, stale_pages, with_tables
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sgl_blend import metrics, policies
-from sgl_blend.engine.compatibility import MODELS, REFUSALS, SERVED, STORAGE_REFUSALS
+from sgl_blend.engine.compatibility import MODELS, REFUSALS, STORAGE_REFUSALS
+from sgl_blend.engine.served import SERVED
 from sgl_blend.engine.versions import TESTED_VERSIONS
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS

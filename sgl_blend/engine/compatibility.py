@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from sgl_blend.engine.models import model_class
+from sgl_blend.engine.adapters import serves_adapters
+from sgl_blend.engine.models import has_experts, model_class
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS, storage_keys_hold_namespaces
+from sgl_blend.engine.versions import features
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.kernels.delta_rope import MOVABLE_DTYPES
 
@@ -46,6 +48,10 @@ def _rust_server_is_on() -> bool:
     return bool(envs.SGLANG_RUST_SERVER.get())
 
 
+def _lends_adapters(args: Any) -> bool:
+    return bool(getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None))
+
+
 _ROWS_MEET = "experts on several ranks exchange rows by counts that blending changes"
 _KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _NO_CHECKS = "it replaces the process in which requests are checked"
@@ -71,8 +77,11 @@ REFUSALS = (
         _is_set("speculative_algorithm"),
         "the draft needs the hidden state of every row",
     ),
-    Refusal("--enable-lora", _is_set("enable_lora"), "adapter segments follow full rows"),
-    Refusal("--lora-paths", _is_set("lora_paths"), "adapter segments follow full rows"),
+    Refusal(
+        "--enable-lora-overlap-loading",
+        _is_set("enable_lora_overlap_loading"),
+        "adapters come while chunks are built with them",
+    ),
     Refusal(
         "--enable-deterministic-inference",
         _is_set("enable_deterministic_inference"),
@@ -165,110 +174,13 @@ STORAGE_REFUSALS = (
         lambda args: _stores(args) and str(getattr(args, "kv_cache_dtype", "")).startswith("fp8"),
         "with a storage backend, KV in 8 bit is not written yet; a host tier alone holds it",
     ),
+    Refusal(
+        "--lora-paths",
+        lambda args: _stores(args) and _lends_adapters(args),
+        "with a storage backend, pages name the model's weights and not those of an adapter",
+    ),
 )
 """Refused with a storage backend. The rest is refused when it is made (engine/storage.py)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Feature:
-    """A feature of SGLang that is served with blending, and the test that shows it."""
-
-    name: str
-    how: str
-    test: str
-
-
-SERVED = (
-    Feature(
-        "chunked prefill",
-        "each step blends its part; a chunk cut by a step is reused in both",
-        "tests/test_features.py",
-    ),
-    Feature(
-        "mixed prefill and decode batches",
-        "decode rows are kept, each a step of one row",
-        "tests/test_laws.py",
-    ),
-    Feature(
-        "overlap schedule",
-        "a plan is held until the result of its last step is looked at",
-        "tests/test_features.py, tests/test_patterns.py",
-    ),
-    Feature(
-        "eviction all the time",
-        "chunks of a plan are locked; the others are built again",
-        "tests/test_lifecycle.py, tests/test_chunk_store.py",
-    ),
-    Feature(
-        "a host tier (HiCache)",
-        "evicted chunks come back beside the forward, layer after layer",
-        "tests/test_host_tier.py, not run on a GPU yet",
-    ),
-    Feature(
-        "storage behind it (file, mooncake; not on 0.5.17)",
-        "chunks come to host memory before their request is admitted; every page is checked",
-        "tests/test_storage_tier.py, tests/test_checked_storage.py, not run on a GPU yet",
-    ),
-    Feature(
-        "KV in 8 bit (--kv-cache-dtype fp8_e4m3, fp8_e5m2)",
-        "keys are rotated in float32 and rounded once; scales of a checkpoint are applied",
-        "tests/test_fp8_kv.py, tests/test_laws.py, not run on a GPU yet",
-    ),
-    Feature(
-        "retraction, preemption, priorities",
-        "planned anew when admitted again",
-        "tests/test_lifecycle.py, tests/test_features.py",
-    ),
-    Feature(
-        "abort at every stage",
-        "locks go back with the request's memory",
-        "tests/test_lifecycle.py, tests/test_features.py",
-    ),
-    Feature(
-        "pages of several tokens",
-        "matches end at pages, copies do not care",
-        "tests/test_laws.py, tests/test_patterns.py",
-    ),
-    Feature(
-        "tensor parallelism",
-        "scores are summed over the ranks; the first rank's clock counts",
-        "tests/test_ranks.py",
-    ),
-    Feature(
-        "data-parallel replicas",
-        "each has a cache of its own; route by documents for hits",
-        "tests/test_server.py",
-    ),
-    Feature(
-        "sessions",
-        "separators and spans count in the turn's own tokens; earlier turns are its prefix",
-        "tests/test_features.py",
-    ),
-    Feature("n > 1", "samples share the first one's blended prefix", "tests/test_server.py"),
-    Feature("constrained decoding, logit processors", "decoding is stock", "tests/test_server.py"),
-    Feature("streaming", "the report comes with the first token", "tests/test_server.py"),
-    Feature(
-        "logprobs of the prompt",
-        "rows from logprob_start_len on are computed",
-        "tests/test_laws.py",
-    ),
-    Feature(
-        "flush, weight updates, memory release, pause",
-        "background work is taken back first; new weights never meet chunks of old ones",
-        "tests/test_orders.py, tests/test_operator.py",
-    ),
-    Feature(
-        "CUDA graphs of blended layers, and weight updates",
-        "given up with a warning if weights come to lie elsewhere",
-        "tests/test_graphs.py, not run on a GPU yet",
-    ),
-    Feature(
-        "decode graphs, torch.compile of decoding",
-        "blending ends with the prefill",
-        "not run on a GPU yet",
-    ),
-)
-"""What is served, for docs/compatibility.md."""
 
 
 MODELS: dict[str, str] = {
@@ -344,6 +256,23 @@ def check_runner(runner: ModelRunner, check_layer: int) -> None:
         )
     if config.is_multimodal:
         raise UnsupportedError("enable_blend: multimodal models are not supported")
+
+
+def check_adapters(runner: ModelRunner, layers: Sequence[DecoderLayer]) -> None:
+    """Refuse adapters where no test has shown them.
+
+    Raises:
+        UnsupportedError: There are adapters, and experts or an SGLang that mixes adapter and tenant.
+    """
+    if not serves_adapters(runner):
+        return
+    why = None
+    if any(has_experts(layer) for layer in layers):
+        why = "adapters of a mixture of experts are not tested"
+    elif not features().keys_have_salt:
+        why = "in this SGLang an adapter is a part of the cache salt; 0.5.21 keeps them apart"
+    if why is not None:
+        raise UnsupportedError(f"--enable-lora is not supported with enable_blend: {why}")
 
 
 def check_layers(layers: Sequence[DecoderLayer]) -> None:

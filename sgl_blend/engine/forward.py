@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.adapters import RowFollower, row_follower
 from sgl_blend.engine.kv_scales import write_scales
 from sgl_blend.engine.objects import (
     AttentionBackend,
@@ -64,6 +65,8 @@ def batch_device(batch: ForwardBatch) -> torch.device:
 def prepare(runner: ModelRunner, batch: ForwardBatch) -> None:
     """Do what SGLang does to a batch before it runs without a graph."""
     runner._prepare_eager_forward_batch(batch)
+    if (follow := row_follower(runner)) is not None:
+        follow(batch)
 
 
 def run_layers(runner: ModelRunner, batch: ForwardBatch, count: int) -> Any:
@@ -103,6 +106,7 @@ def take_rows(
     rows_per_request: list[int],
     seq_lens: torch.Tensor,
     starts: torch.Tensor,
+    follow_rows: RowFollower | None,
 ) -> None:
     """Keep only some token rows of a batch, in place.
 
@@ -112,6 +116,7 @@ def take_rows(
         rows_per_request: How many of them belong to each request.
         seq_lens: The same, int32 on the device.
         starts: Which of them is the first of each request, int32 on the device.
+        follow_rows: The runner's row_follower.
     """
     removed = [
         old - new for old, new in zip(batch.extend_seq_lens_cpu, rows_per_request, strict=True)
@@ -130,6 +135,8 @@ def take_rows(
             max(0, start - gone)
             for start, gone in zip(batch.extend_logprob_start_lens_cpu, removed, strict=True)
         ]
+    if follow_rows is not None:
+        follow_rows(batch)
 
 
 def set_prefix(batch: ForwardBatch, tokens: list[int], on_device: torch.Tensor) -> None:
@@ -144,8 +151,10 @@ def set_prefix(batch: ForwardBatch, tokens: list[int], on_device: torch.Tensor) 
     batch.extend_prefix_lens = on_device
 
 
-def take_requests(forward_batch: ForwardBatch, indices: list[int]) -> ForwardBatch:
-    """Copy a ForwardBatch with only some of its requests."""
+def take_requests(
+    runner: ModelRunner, forward_batch: ForwardBatch, indices: list[int]
+) -> ForwardBatch:
+    """Copy a ForwardBatch with only some of its requests, which run next."""
     batch = copy.copy(forward_batch)
     lengths = forward_batch.extend_seq_lens_cpu
     starts = first_rows(lengths)
@@ -189,6 +198,8 @@ def take_requests(forward_batch: ForwardBatch, indices: list[int]) -> ForwardBat
     )
     batch.extend_num_tokens = int(rows.shape[0])
     set_num_tokens(batch)
+    if (follow := row_follower(runner)) is not None:
+        follow(batch)
     return batch
 
 

@@ -80,6 +80,7 @@ class Req(Protocol):
     origin_input_ids: array[int]
     cache_salt: str | None
     extra_key: str | None
+    lora_id: str | None
     full_untruncated_fill_ids: array[int]
     sampling_params: Any
     cached_tokens: int

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from sgl_blend.engine.adapters import class_with_adapter, give_adapter
 from sgl_blend.engine.objects import (
     Answers,
     Completions,
@@ -47,8 +48,7 @@ def namespace_of(req: Req) -> tuple[str | None, str | None]:
 
 def request_class(request: Received) -> str | None:
     """Return what sets a TokenizedGenerateReqInput apart from others beside its salt."""
-    extra_key: str | None = request.extra_key if features().keys_have_salt else None
-    return extra_key
+    return class_with_adapter(request) if features().keys_have_salt else None
 
 
 def new_silent_request(
@@ -59,8 +59,12 @@ def new_silent_request(
     extra_key: str | None,
     vocab_size: int,
     priority: int | None,
+    adapter: str | None = None,
 ) -> Req:
-    """Make a request that prefills token_ids into a namespace, ends at once and is never streamed."""
+    """Make a request that prefills token_ids into a namespace, ends at once and is never streamed.
+
+    The class (extra_key) of a request with an adapter holds the adapter's id.
+    """
     from sglang.srt.managers.schedule_batch import Req as SGLangReq
     from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -81,6 +85,7 @@ def new_silent_request(
         eos_token_ids=set(),
         **namespace,
     )
+    give_adapter(req, adapter)
     req.finished_output = True  # for SGLang its end is streamed already
     # A retracted request has no token and is streamed all the same, unless it streams in intervals.
     req.stream = True

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.adapters import RowFollower
 from sgl_blend.engine.forward import (
     attend,
     kv_slots_of_requests,
@@ -113,9 +114,11 @@ class BlendAttention:
         tp_group: TPGroup,
         kernel: RaggedKernel,
         before_layer: Callable[[int], None] | None = None,
+        follow_rows: RowFollower | None = None,
     ) -> None:
         self.inner = inner
         self._before_layer = before_layer
+        self._follow_rows = follow_rows
         self.kept_rows = torch.empty(0, dtype=torch.int64)
         self._tp_group = tp_group
         self._neox = neox
@@ -238,7 +241,12 @@ class BlendAttention:
 
     def _take_kept(self, after: RowCounts) -> None:
         take_rows(
-            self._batch, self.kept_rows, after.rows, after.seq_lens.tensor, after.starts.tensor
+            self._batch,
+            self.kept_rows,
+            after.rows,
+            after.seq_lens.tensor,
+            after.starts.tensor,
+            self._follow_rows,
         )
         self._plan = self._kernel.plan(
             row_positions(self._batch),

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import torch
 
+from sgl_blend.engine.adapters import row_follower
 from sgl_blend.engine.forward import (
     batch_device,
     copy_batch,
@@ -233,6 +234,7 @@ class Fusor:
             tp_group=self._tp_group,
             kernel=self._kernel,
             before_layer=None if following is None else following.wait,
+            follow_rows=row_follower(self._runner),
         )
 
     def _plan(self, batch: ForwardBatch, steps: Sequence[StepPlan | None]) -> HostPlan:
@@ -250,9 +252,8 @@ class Fusor:
         if exact is not None:
             body = exact.body
             set_prefix(batch, exact.prefix, exact.prefix_lens.tensor)
-            take_rows(
-                batch, exact.body_rows.tensor, body.rows, body.seq_lens.tensor, body.starts.tensor
-            )
+            counts = body.rows, body.seq_lens.tensor, body.starts.tensor
+            take_rows(batch, exact.body_rows.tensor, *counts, row_follower(self._runner))
 
     def _candidates(self, plan: HostPlan, moved: MovedRows) -> Candidates:
         positions = plan.positions.tensor

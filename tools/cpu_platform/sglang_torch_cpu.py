@@ -10,6 +10,7 @@ no platform.
 
 import os
 import sys
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -71,6 +72,10 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
         """Return what it is to torch."""
         return torch.profiler.ProfilerActivity.CPU
 
+    def init_backend(self) -> None:
+        """Let SGLang's LoRA, which pins memory on any device, do without; SGLang calls this once."""
+        _pin_nothing()
+
     def get_mha_kv_pool_cls(self) -> type[Any]:
         """Return SGLang's plain ``[slots, heads, dim]`` pool."""
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -82,6 +87,25 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
     def get_paged_allocator_cls(self) -> type[Any]:
         """Return SGLang's paged slot allocator, with torch in place of its two Triton kernels."""
         return _torch_paged_allocator()
+
+
+class _WithoutPinning:
+    """The module torch, for code that asks for pinned memory where there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **kwargs)
+
+    def zeros(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **kwargs)
+
+
+def _pin_nothing() -> None:
+    setattr(torch.Tensor, "pin_memory", lambda self, device=None: self)  # noqa: B010
+    for name in ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend"):
+        vars(import_module(name))["torch"] = _WithoutPinning()
 
 
 def _replace_triton() -> None:
