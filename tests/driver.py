@@ -255,12 +255,12 @@ class Driver:
     def flush(self) -> None:
         assert self.scheduler.flush_cache()
 
-    def kv(self, tokens: list[int], salt: str | None) -> list[Any]:
+    def kv(self, tokens: list[int], salt: str | None, extra_key: str | None = None) -> list[Any]:
         """Return copies of (K, V) of every layer for a path that must be stored completely."""
         from sgl_blend.engine.tree import match_prefix
 
         tree = self.scheduler.tree_cache
-        match = match_prefix(tree, array("q", tokens), salt=salt, extra_key=None)
+        match = match_prefix(tree, array("q", tokens), salt=salt, extra_key=extra_key)
         assert len(match) == len(tokens), f"{len(match)} of {len(tokens)} tokens are stored"
         pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
         layers = range(self.scheduler.model_config.num_hidden_layers)

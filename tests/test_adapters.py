@@ -111,11 +111,7 @@ def test_adapters_change_answers(start_engine: StartEngine, adapters: list[str])
         assert largest_difference(found[one], found[other]) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "gradual", "funnel", "remembered", "query-aware"])
-def test_l1_holds_in_a_batch_of_several_adapters(
-    start_engine: StartEngine, adapters: list[str], policy: str
-) -> None:
-    engine = start(start_engine, adapters)
+def _of_several(engine: Engine, policy: str) -> list[Prompt]:
     ids = engine.call(ids_of)
     prompts = []
     for number, adapter in enumerate((ids["one"], None, ids["two"], ids["one"])):
@@ -123,11 +119,39 @@ def test_l1_holds_in_a_batch_of_several_adapters(
         segments = [SYSTEM, chunks[0], random_tokens(400 + number, 11), *chunks[1:], QUESTION]
         params = {"sgl_blend_ratio": 0.2, "sgl_blend_policy": policy}
         prompts.append(Prompt(segments, [1, 3, 4], params, adapter=adapter, max_new_tokens=3))
+    return prompts
+
+
+@pytest.mark.parametrize("policy", ["hkvd", "gradual", "funnel", "remembered", "query-aware"])
+def test_l1_holds_in_a_batch_of_several_adapters(
+    start_engine: StartEngine, adapters: list[str], policy: str
+) -> None:
+    engine = start(start_engine, adapters)
+    prompts = _of_several(engine, policy)
 
     dropped, kept = engine.call(on_true_kv, prompts), engine.call(on_all_rows, prompts)
 
     assert_drops_and_is_full_prefill(dropped)
     assert_keeps_all_and_is_full_prefill(kept)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"chunked_prefill_size": 128},
+        {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
+        {"disable_overlap_schedule": False, "chunked_prefill_size": 128},
+    ],
+    ids=["cut", "mixed", "overlap"],
+)
+def test_l1_holds_for_several_adapters_whatever_shares_a_batch(
+    start_engine: StartEngine, adapters: list[str], settings: dict[str, Any]
+) -> None:
+    engine = start(start_engine, adapters, **settings)
+
+    got = engine.call(on_true_kv, _of_several(engine, "funnel"))
+
+    assert_drops_and_is_full_prefill(got)
 
 
 @pytest.mark.parametrize("on_miss", ["build", "compute"])
@@ -161,6 +185,31 @@ def _moved(adapter: str | None, order: tuple[int, ...] = (3, 0, 2), **rest: Any)
     params = {"sgl_blend_ratio": 0.15, "sgl_blend_policy": "hkvd"}
     chunks = [CHUNKS[number] for number in order]
     return rag_prompt(SYSTEM, chunks, QUESTION, params=params, adapter=adapter, **rest)
+
+
+def _chunk_and_prefill(driver: Driver, adapter: str | None) -> tuple[list[Any], list[Any]]:
+    """Return the stored KV of a chunk after its prefix, and what a request has of the same tokens."""
+    path = [*SYSTEM, *CHUNKS[2]]
+    driver.flush()
+    driver.ask(_moved(adapter, order=(0, 2, 3)))
+    driver.settle()
+    driver.ask(Prompt([path], adapter=adapter, salt="prefilled"))
+    return (
+        driver.kv(path, driver.chunk_salt(), adapter),
+        driver.kv(path, "prefilled", adapter),
+    )
+
+
+@pytest.mark.parametrize("on_miss", ["build", "compute"])
+@pytest.mark.parametrize("name", [*NAMES, None])
+def test_a_chunk_is_built_with_its_adapter(
+    start_engine: StartEngine, adapters: list[str], name: str | None, on_miss: str
+) -> None:
+    engine = start(start_engine, adapters, blend_on_miss=on_miss)
+    adapter = None if name is None else engine.call(ids_of)[name]
+    for stored, prefilled in zip(*engine.call(_chunk_and_prefill, adapter), strict=True):
+        for one, other in zip(stored, prefilled, strict=True):
+            torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
 def test_a_class_that_pretends_to_an_adapter_is_served_in_full(
