@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
+from graph_stand_in import with_graphs
 from harness import Driver, Prompt, largest_difference
 from law_prompts import full_prefill, scattered
 from pushed_out import ask_warm, settings
 from sparse_path import (
     TOLERANCE,
-    Comparison,
     assert_drops_and_is_full_prefill,
     assert_keeps_all_and_is_full_prefill,
     on_all_rows,
@@ -82,10 +82,9 @@ def with_scales(driver: Driver) -> Iterator[None]:
         layer.k_scale = layer.v_scale = layer.k_scale_float = layer.v_scale_float = None
 
 
-def _with_scales(driver: Driver, way: Any, *args: Any) -> Comparison:
+def _with_scales(driver: Driver, way: Any, *args: Any) -> Any:
     with with_scales(driver):
-        found: Comparison = way(driver, *args)
-    return found
+        return way(driver, *args)
 
 
 @DTYPES
@@ -105,6 +104,20 @@ def test_l1_holds_with_scales(start_engine: StartEngine, dtype: str, policy: str
 
     assert_drops_and_is_full_prefill(dropped, BETWEEN_CODES)
     assert_keeps_all_and_is_full_prefill(kept, BETWEEN_CODES)
+
+
+@DTYPES
+def test_l1_holds_with_scales_through_graphs(start_engine: StartEngine, dtype: str) -> None:
+    engine = start_engine(
+        f"llama+{dtype}", blend_on_miss="build", blend_eval=True, chunked_prefill_size=-1
+    )
+    params = {"sgl_blend_ratio": 0.3, "sgl_blend_policy": "hkvd"}
+    prompt = scattered(params=params, max_new_tokens=3)
+
+    dropped, replays = engine.call(_with_scales, with_graphs, on_true_kv, [prompt])
+
+    assert_drops_and_is_full_prefill(dropped, BETWEEN_CODES)
+    assert replays == 1
 
 
 def _scores_of_true_kv(driver: Driver, prompt: Prompt) -> list[float]:

@@ -65,8 +65,6 @@ def batch_device(batch: ForwardBatch) -> torch.device:
 def prepare(runner: ModelRunner, batch: ForwardBatch) -> None:
     """Do what SGLang does to a batch before it runs without a graph."""
     runner._prepare_eager_forward_batch(batch)
-    if (follow := row_follower(runner)) is not None:
-        follow(batch)
 
 
 def run_layers(runner: ModelRunner, batch: ForwardBatch, count: int) -> Any:

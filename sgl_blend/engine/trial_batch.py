@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from sgl_blend.engine.adapters import row_follower
 from sgl_blend.engine.forward import set_num_tokens
 from sgl_blend.engine.models import runner_of
 from sgl_blend.engine.objects import ForwardBatch, Scheduler
@@ -112,4 +113,6 @@ def made_up_batch(
         is_extend_in_batch=True,
     )
     set_num_tokens(batch)
+    if (follow := row_follower(runner_of(scheduler))) is not None:
+        follow(batch)
     return batch
