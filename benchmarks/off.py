@@ -1,20 +1,22 @@
 """What the installed plugin costs while blending is off: law L8, in time.
 
-Two real servers at the same time (asleep when idle), one with the plugin and without --enable-blend,
-one that runs no line of sgl-blend (SGLANG_PLUGINS leaves it out). The same fresh prompts go
-to both in turns, which one first changes from pair to pair, and the servers are started anew in every
-round, in alternating order. Two figures, each stock's time over the other's, so 1 is equal and less is
-slower:
+Three real servers at the same time (asleep when idle): one with the plugin and without --enable-blend,
+and two that run no line of sgl-blend (SGLANG_PLUGINS leaves it out). One of those is the control: what
+it seems to cost is what this machine does to equal servers. The same fresh prompts go to all three
+in turns, which one first changes from prompt to prompt. The servers are started anew in every round, in
+another order. Two figures, each the first stock server's time over another server's, so 1 is equal and
+less is slower:
 
     ttft          one prompt of about 700 tokens, time to the first token
     throughput    eight prompts at once, 16 tokens each, time until all are done
 
     .venv/bin/python -m benchmarks.off --json benchmarks/results/off.json
 
-Printed: the median ratio with its 95 % bootstrap interval. Exit status 1 if a median is below 0.99.
---host-tier gives both servers SGLang's host memory behind the pool.
+Printed: the median ratio with its 95 % bootstrap interval, and the same for the control. Exit status 1
+if a median is below 0.99 and the control's is not: then it is the plugin that costs.
+--host-tier gives all servers SGLang's host memory behind the pool.
 
-On a CPU the stock server also runs tools/cpu_platform: SGLANG_PLUGINS leaves out sgl-blend alone.
+On a CPU the stock servers also run tools/cpu_platform: SGLANG_PLUGINS leaves out sgl-blend alone.
 """
 
 import argparse
@@ -24,6 +26,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,7 @@ ROOT = Path(__file__).parents[1]
 PROMPT_TOKENS = 700
 BATCH = 8
 BOUND = 0.99
+STOCK, PLUGIN, CONTROL = SERVERS = ("stock", "plugin", "control")
 
 
 def _prompt(draw: random.Random, material: Material, length: int) -> list[int]:
@@ -64,24 +68,29 @@ def _batch(server: Server, prompts: list[list[int]]) -> float:
 KINDS = {"ttft": (_ttft, 1, PROMPT_TOKENS), "throughput": (_batch, BATCH, 200)}
 
 
-def compare(servers: list[Server], material: Material, kind: str, pairs: int) -> list[float]:
-    """Return stock's time over the other's for fresh prompts, pair by pair.
+def compare(
+    servers: list[Server], material: Material, kind: str, count: int
+) -> dict[str, list[float]]:
+    """Return the first server's time over each other's for fresh prompts, one by one.
 
     Args:
-        servers: Without the plugin, with it.
+        servers: As SERVERS.
         material: Whose vocabulary the prompts are drawn from.
         kind: Of KINDS.
-        pairs: How many; two more warm both servers up.
+        count: How many; as many as there are servers warm them up before.
     """
-    time_of, count, length = KINDS[kind]
+    time_of, size, length = KINDS[kind]
     draw = random.Random(f"{kind} {time.time()}")
-    ratios = []
-    for number in range(pairs + 2):
-        prompts = [_prompt(draw, material, length) for _ in range(count)]
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        seconds = {index: time_of(servers[index], prompts) for index in order}
-        if number >= 2:
-            ratios.append(seconds[0] / seconds[1])
+    ratios: dict[str, list[float]] = {name: [] for name in SERVERS[1:]}
+    num_servers = len(servers)
+    for number in range(count + num_servers):
+        prompts = [_prompt(draw, material, length) for _ in range(size)]
+        turns = [(number + turn) % num_servers for turn in range(num_servers)]
+        order = turns if number // num_servers % 2 == 0 else turns[::-1]
+        seconds = {SERVERS[index]: time_of(servers[index], prompts) for index in order}
+        if number >= num_servers:
+            for name, found in ratios.items():
+                found.append(seconds[STOCK] / seconds[name])
     return ratios
 
 
@@ -90,6 +99,16 @@ def interval(values: list[float]) -> tuple[float, float]:
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
     return medians[50], medians[1949]
+
+
+def summary(ratios: list[float]) -> dict[str, Any]:
+    """Return the median of ratios, its interval and the ratios."""
+    return {"ratio": statistics.median(ratios), "ci95": interval(ratios), "pairs": ratios}
+
+
+def costs(by_server: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Say whether the plugin misses the bound that the control holds."""
+    return bool(by_server[PLUGIN]["ratio"] < BOUND <= by_server[CONTROL]["ratio"])
 
 
 def main() -> int:
@@ -101,32 +120,31 @@ def main() -> int:
     args = parser.parse_args()
     flags = HOST_TIER if args.host_tier else []
     material = prepare(ROOT / "build" / "demo", Recipe(), print)
-    logs = ROOT / "build"
-    found: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    found = {kind: {name: list[float]() for name in SERVERS[1:]} for kind in KINDS}
     for number in range(args.rounds):
         with ExitStack() as stack:
             started: dict[str, Server] = {}
-            names = {"without": (*KEEP_MEMORY, *stock_environment()), "with": KEEP_MEMORY}
-            for name in list(names) if number % 2 == 0 else list(names)[::-1]:
-                server = running(
-                    material.model, flags, logs / f"off-{name}.log", environment=names[name]
-                )
+            for turn in range(len(SERVERS)):
+                name = SERVERS[(number + turn) % len(SERVERS)]
+                settings = KEEP_MEMORY if name == PLUGIN else (*KEEP_MEMORY, *stock_environment())
+                log = ROOT / "build" / f"off-{name}.log"
+                server = running(material.model, flags, log, environment=settings)
                 started[name] = stack.enter_context(server)
             for kind in KINDS:
-                pair = [started["without"], started["with"]]
-                ratios = compare(pair, material, kind, args.pairs)
-                found[kind] += ratios
-                print(f"round {number + 1}, {kind}: {statistics.median(ratios):.4f}", flush=True)
-    results: dict[str, Any] = {
-        kind: {"ratio": statistics.median(r), "ci95": interval(r), "pairs": r}
-        for kind, r in found.items()
-    }
+                ratios = compare([started[name] for name in SERVERS], material, kind, args.pairs)
+                for name, values in ratios.items():
+                    found[kind][name] += values
+                    median = statistics.median(values)
+                    print(f"round {number + 1}, {kind}, {name}: {median:.4f}", flush=True)
+    results = {kind: {name: summary(r) for name, r in by.items()} for kind, by in found.items()}
     record = {**origin_of_script(), "host_tier": args.host_tier, **results}
     args.json.write_text(json.dumps(record, indent=1) + "\n")
-    for kind, result in results.items():
-        low, high = result["ci95"]
-        print(f"{kind}: {result['ratio']:.4f} ({low:.4f} to {high:.4f}), {len(found[kind])} pairs")
-    return int(any(result["ratio"] < BOUND for result in results.values()))
+    for kind, by_server in results.items():
+        for name, result in by_server.items():
+            low, high = result["ci95"]
+            line = f"{kind}, {name}: {result['ratio']:.4f} ({low:.4f} to {high:.4f})"
+            print(f"{line}, {len(result['pairs'])} pairs")
+    return int(any(costs(by_server) for by_server in results.values()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
     .venv/bin/python -m benchmarks.soak --host-tier      # evicted KV goes to host memory
     .venv/bin/python -m benchmarks.soak --storage        # and from there to files, which are damaged
     .venv/bin/python -m benchmarks.soak --find           # most prompts are not marked
+    .venv/bin/python -m benchmarks.soak --experts        # a mixture of experts
+    .venv/bin/python -m benchmarks.soak --adapters       # two LoRA adapters and the base model
 
 A real server with --enable-blend serves the trained test model with far less KV memory than its traffic
 wants, so chunks are evicted all the time and running requests are retracted. Clients of three tenants
@@ -45,6 +47,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.soak_models import Setup, make_adapter, make_experts
 from benchmarks.soak_operators import Gate, Operator
 from benchmarks.soak_storage import STORAGE_FLAGS, STORAGE_VARIABLE, damaged_store
 from benchmarks.soak_traffic import KINDS, Tally, Traffic
@@ -112,8 +115,23 @@ def wait_until_idle(server: Server, tally: Tally) -> None:
     tally.violations.append(f"the server never came to rest: {pool}")
 
 
+def make_setup(args: argparse.Namespace) -> Setup:
+    """Return the model and the adapters that the arguments ask for."""
+    folder = ROOT / "build" / "soak"
+    if args.experts:
+        return Setup(make_experts(MODEL, folder / "experts"))
+    if not args.adapters:
+        return Setup(MODEL)
+    config = json.loads((MODEL / "config.json").read_text())
+    adapters = {
+        name: make_adapter(folder / name, seed, config)
+        for seed, name in enumerate(("first", "second"))
+    }
+    return Setup(MODEL, adapters)
+
+
 async def soak(
-    blend: Server, stock: Server, tally: Tally, minutes: float, marked: float
+    blend: Server, stock: Server, tally: Tally, args: argparse.Namespace, setup: Setup
 ) -> list[str]:
     """Run all clients and the operator for a while; return what the operator's doings are called."""
     # Uvicorn closes what was idle for 5 s, and httpx would use it until then: a race.
@@ -124,10 +142,12 @@ async def soak(
         ) as mine,
         httpx.AsyncClient(base_url=stock.url, timeout=180.0, trust_env=False) as theirs,
     ):
-        traffic = Traffic(mine, theirs, tally, blend.info()["separator"], marked)
-        until_s = time.monotonic() + minutes * 60
+        marked = MARKED if args.find else 1.0
+        separator = blend.info()["separator"]
+        traffic = Traffic(mine, theirs, tally, separator, marked, list(setup.adapters))
+        until_s = time.monotonic() + args.minutes * 60
         gate = Gate()
-        operator = Operator(mine, traffic, tally, MODEL)
+        operator = Operator(mine, theirs, traffic, tally, setup)
         await asyncio.gather(
             watch(blend, tally, until_s, gate),
             operator.run(until_s, gate),
@@ -195,6 +215,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--find", action="store_true", help="most prompts are not marked, and the server learns"
     )
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--experts", action="store_true", help="the model is a mixture of experts")
+    model.add_argument(
+        "--adapters", action="store_true", help="requests take one of two LoRA adapters, or none"
+    )
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "soak.json")
     return parser.parse_args()
 
@@ -228,20 +253,30 @@ def main() -> int:
     flags = [*BLEND_FLAGS, *(HOST_TIER_FLAGS if args.host_tier or args.storage else ())]
     flags += STORAGE_FLAGS if args.storage else []
     flags += FIND_FLAGS if args.find else []
-    marked = MARKED if args.find else 1.0
+    setup = make_setup(args)
     one_thread = ("OMP_NUM_THREADS=1",)  # the model is so small that a second one only waits
     with ExitStack() as stack:
         store = stack.enter_context(damaged_store())
         variables = (*one_thread, f"{STORAGE_VARIABLE}={store.folder}")
         blend = stack.enter_context(
-            running(MODEL, flags, logs / "soak-blend.log", environment=variables)
+            running(
+                setup.model,
+                [*flags, *setup.flags],
+                logs / "soak-blend.log",
+                environment=variables,
+            )
         )
         stock = stack.enter_context(
-            running(MODEL, STOCK_FLAGS, logs / "soak-stock.log", environment=one_thread)
+            running(
+                setup.model,
+                [*STOCK_FLAGS, *setup.flags],
+                logs / "soak-stock.log",
+                environment=one_thread,
+            )
         )
         start = time.monotonic()
         try:
-            operations = asyncio.run(soak(blend, stock, tally, args.minutes, marked))
+            operations = asyncio.run(soak(blend, stock, tally, args, setup))
             seconds = time.monotonic() - start
             wait_until_idle(blend, tally)
             info = blend.info()

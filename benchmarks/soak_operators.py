@@ -10,11 +10,11 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.soak_models import Setup
 from benchmarks.soak_traffic import TENANTS, Tally, Traffic
 
 MEAN_PAUSE_S = 8.0
@@ -53,14 +53,25 @@ class Operator:
 
     Args:
         http: Client of the blending server.
+        stock: Client of the server that it is compared with.
         traffic: Of the clients; makes prompts and compares answers with stock's.
-        model: Folder of the model, whose weights are loaded again.
+        tally: Of what happens.
+        setup: The model, whose weights are loaded again, and its adapters, of which one is replaced.
     """
 
     def __init__(
-        self, http: httpx.AsyncClient, traffic: Traffic, tally: Tally, model: Path
+        self,
+        http: httpx.AsyncClient,
+        stock: httpx.AsyncClient,
+        traffic: Traffic,
+        tally: Tally,
+        setup: Setup,
     ) -> None:
+        model = setup.model
         self._http = http
+        self._stock = stock
+        self._setup = setup
+        self._num_adapters = len(setup.adapters)
         self._traffic = traffic
         self._tally = tally
         self._model = model
@@ -79,6 +90,8 @@ class Operator:
             "a step of reinforcement learning": self._reinforce,
             "abort of all": lambda: self._call("/abort_request", {"abort_all": True}),
         }
+        if setup.adapters:
+            self._stopped["another adapter under one name"] = self._replace_adapter
         self._beside: dict[str, Callable[[], Awaitable[None]]] = {
             "pause in place": lambda: self._pause("in_place"),
             "pause and retract": lambda: self._pause("retract"),
@@ -167,6 +180,19 @@ class Operator:
         still = first["chunks_built"] == second["chunks_built"]
         still &= before["free"] == after["free"] and before["locked"] >= after["locked"]
         self._tally.expect(still, f"a build ran during {what}: {before} {after}")
+
+    async def _replace_adapter(self) -> None:
+        """Give a name to other weights, on both servers."""
+        name = max(self._setup.adapters)
+        self._num_adapters += 1
+        folder = self._setup.new_adapter(self._num_adapters)
+        for http in (self._http, self._stock):
+            gone = await http.post("/unload_lora_adapter", json={"lora_name": name})
+            body = {"lora_name": name, "lora_path": str(folder)}
+            come = await http.post("/load_lora_adapter", json=body)
+            for response in (gone, come):
+                ok = response.status_code == httpx.codes.OK
+                self._tally.expect(ok, f"{response.request.url}: {response.text[:200]}")
 
     async def _release(self, tags: list[str] | None) -> None:
         body = {} if tags is None else {"tags": tags}

@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -72,6 +72,7 @@ class Traffic:
         separator: Marks chunks.
         marked: Share of the prompts of which the chunks are marked. Documents are long enough to be
             learned if it is below 1.
+        adapters: Names of LoRA adapters that both servers have; requests take one or none.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Traffic:
         tally: Tally,
         separator: str,
         marked: float = 1.0,
+        adapters: Sequence[str] = (),
     ) -> None:
         self._blend = blend
         self._stock = stock
@@ -90,6 +92,7 @@ class Traffic:
         self._systems = [str(item["system"]) for item in items[:2]]
         self._documents = [f"<doc> {chunk}" for item in items for chunk in _texts(item["chunks"])]
         self._marked = marked
+        self._adapters = (None, *adapters)
         if marked < 1:
             pairs = zip(self._documents[::2], self._documents[1::2], strict=False)
             self._documents = [" ".join(pair) for pair in pairs]
@@ -123,7 +126,9 @@ class Traffic:
     def body(self, draw: random.Random, text: str, **sampling: Any) -> dict[str, Any]:
         """Return a request of one of the tenants; greedy."""
         params = {"temperature": 0, "max_new_tokens": draw.choice((1, 4, 12)), **sampling}
-        return {"text": text, "sampling_params": params, "cache_salt": draw.choice(TENANTS)}
+        body = {"text": text, "sampling_params": params, "cache_salt": draw.choice(TENANTS)}
+        adapter = draw.choice(self._adapters)
+        return body if adapter is None else {**body, "lora_path": adapter}
 
     async def ask(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Send a request and check status and report; return its answers."""

@@ -48,7 +48,7 @@ from sgl_blend.scheduler.runtime import BlendRuntime
 from sgl_blend.scheduler.storage_tier import StorageTier
 from sgl_blend.scheduler.switch import BlendSwitch
 from sgl_blend.settings.config import BlendConfig
-from sgl_blend.settings.preset import check_architecture, load_profile, quality_of
+from sgl_blend.settings.preset import PRESETS, check_architecture, load_profile, quality_of
 from sgl_blend.storage.codec.coder import Rotation as StoredRotation
 from sgl_blend.storage.codec.collector import COLLECT
 from sgl_blend.storage.codec.levels import check_levels, read_profile
@@ -288,8 +288,8 @@ def _quality(config: BlendConfig, model_architecture: str) -> str:
     Raises:
         ConfigError: The profile is another model's.
     """
-    profile = None
-    if config.blend_preset is not None:
-        profile = load_profile(config.blend_preset)
-        check_architecture(profile, config.blend_preset, model_architecture)
+    preset, profile = config.blend_preset, None
+    if preset is not None and preset not in PRESETS:
+        profile = load_profile(preset)
+        check_architecture(profile, preset, model_architecture)
     return quality_of(profile, msgspec.to_builtins(config))

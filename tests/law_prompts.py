@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from harness import Answer, Engine, Prompt, random_tokens
 
 SYSTEM = random_tokens(1, 40)
@@ -59,3 +60,9 @@ def scattered(**rest: Any) -> Prompt:
     """A chunk in its place, text of no chunk, two chunks that moved, and a question."""
     segments = [SYSTEM, CHUNKS[3], HOLE, CHUNKS[0], CHUNKS[2], QUESTION]
     return Prompt(segments, [1, 3, 4], **rest)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are equal bit for bit, whatever their dtype."""
+    a, b = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
+    return one.dtype == other.dtype and torch.equal(a, b)

@@ -26,7 +26,7 @@ MAX_ASKED = 128
 
 EXACT = "exact-"
 """Before a policy's name: the rows it drops keep their true KV."""
-SKIP_LAYERS = ("edge", "first-k")
+SKIP_LAYERS = ("edge", "first-k", "block")
 """Policies that drop rows before the first layer."""
 EARLY_SHARES = {"funnel": Fraction(2, 5), "remembered": Fraction(0)}
 """Policies that drop rows before the first layer by memory, and the share that is left at least."""
@@ -283,7 +283,7 @@ def counts(policy: str, ratio: float, num_moved: int, num_layers: int) -> list[i
     """Return how many moved rows are computed in each layer above the check layer."""
     name = policy.removeprefix(EXACT)
     share = Fraction(ratio).limit_denominator(10**6)  # the ratio that was meant, not its rounding
-    share = {"none": Fraction(0), "all": Fraction(1)}.get(name, share)
+    share = {"none": Fraction(0), "block": Fraction(0), "all": Fraction(1)}.get(name, share)
     if name != "gradual" or num_layers == 1:
         return [math.ceil(share * num_moved)] * num_layers
     begin = min(Fraction(1), share * 3 / 2)

@@ -1,6 +1,5 @@
 """LoRA: a chunk belongs to its adapter, and adapters follow the rows that are left."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from canary_traffic import kl
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Engine, Prompt, largest_difference, rag_prompt, random_tokens
 from law_prompts import CHUNKS, QUESTION, SYSTEM, full_prefill, scattered
-from safetensors.torch import save_file
 from sparse_path import (
     TOLERANCE,
     assert_drops_and_is_full_prefill,
@@ -18,8 +16,9 @@ from sparse_path import (
     on_all_rows,
     on_true_kv,
 )
-from tiny_models import COMMON, NUM_LAYERS
+from tiny_models import COMMON
 
+from benchmarks import soak_models
 from sgl_blend.engine.versions import features
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -27,38 +26,11 @@ __all__ = ["model_folder", "start_engine"]  # fixtures
 pytestmark = pytest.mark.engine
 
 NAMES = ("one", "two")
-RANK = 4
-WIDTHS = {
-    "self_attn.q_proj": (COMMON["hidden_size"], 64),
-    "self_attn.k_proj": (COMMON["hidden_size"], 32),
-    "self_attn.v_proj": (COMMON["hidden_size"], 32),
-    "self_attn.o_proj": (64, COMMON["hidden_size"]),
-    "mlp.gate_proj": (COMMON["hidden_size"], COMMON["intermediate_size"]),
-    "mlp.up_proj": (COMMON["hidden_size"], COMMON["intermediate_size"]),
-    "mlp.down_proj": (COMMON["intermediate_size"], COMMON["hidden_size"]),
-}
 
 
 def make_adapter(path: Path, seed: int) -> Path:
-    """Write an adapter of all linear modules of the tiny model, as PEFT does."""
-    path.mkdir(parents=True, exist_ok=True)
-    draw = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(NUM_LAYERS):
-        for module, (width, out) in WIDTHS.items():
-            name = f"base_model.model.model.layers.{layer}.{module}"
-            weights[f"{name}.lora_A.weight"] = 0.3 * torch.randn(RANK, width, generator=draw)
-            weights[f"{name}.lora_B.weight"] = 0.3 * torch.randn(out, RANK, generator=draw)
-    save_file(weights, path / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": RANK,
-        "lora_alpha": RANK,
-        "target_modules": sorted(module.split(".")[1] for module in WIDTHS),
-        "bias": "none",
-    }
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return path
+    """Write an adapter of all linear modules of the tiny model; return its folder."""
+    return soak_models.make_adapter(path, seed, COMMON)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +265,7 @@ def test_experts_with_adapters_are_refused(start_engine: StartEngine, adapters: 
             enable_lora=True,
             lora_paths=[],
             lora_target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
-            max_lora_rank=RANK,
+            max_lora_rank=soak_models.RANK,
             lora_backend="torch_native",
         )
 

@@ -2,11 +2,15 @@
 
 import re
 import statistics
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from sgl_blend.engine.compatibility import MODELS
 from sgl_blend.engine.served import SERVED
+from sgl_blend.engine.versions import TESTED_VERSIONS
+from tools.compatibility import NOT_SHOWN, laws_by_class, laws_of, tests_of
 from tools.docs_pages import BLOCKS, blocks_of, pages, stale_pages, with_tables
 
 ROOT = Path(__file__).parents[1]
@@ -49,8 +53,35 @@ def test_every_table_is_on_one_page() -> None:
     assert sorted(found) == sorted(BLOCKS)
 
 
+def test_every_model_and_feature_was_shown_on_every_version() -> None:
+    # A missing one: python -m tools.compatibility.
+    for version in TESTED_VERSIONS:
+        assert {laws_of(name, version) for name in MODELS} == {"L1 to L5"}
+        assert NOT_SHOWN not in {tests_of(feature, version) for feature in SERVED}
+
+
+def test_laws_are_counted_by_the_class_of_their_model() -> None:
+    kinds = {"llama": "Llama", "llama-llama3": "Llama", "qwen3-moe": "Moe", "glm4": "Glm"}
+
+    def case(name: str, mark: str = "") -> ET.Element:
+        inner = f"<{mark}/>" if mark else ""
+        return ET.fromstring(f'<testcase classname="t" name="{name}">{inner}</testcase>')
+
+    cases = [
+        case("test_l1_a[llama]"),
+        case("test_l1_b[llama-llama3]"),
+        case("test_l2_c[llama+fp8_e4m3]", "failure"),
+        case("test_l5_d[qwen3-moe-_abort]"),
+        case("test_l5_d[_abort-qwen3-moe]", "skipped"),
+        case("test_l3_e[_abort-qwen3-moe]"),
+        case("test_reuse[glm4]"),
+    ]
+    assert laws_by_class(cases, kinds) == {"Glm": [], "Llama": ["L1"], "Moe": ["L3"]}
+
+
 def test_every_file_of_results_has_a_table() -> None:
     files = {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    files.remove("compatibility")  # it has several
     assert files <= {name for path in pages() for name in blocks_of(path.read_text())}
 
 

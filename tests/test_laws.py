@@ -15,7 +15,16 @@ from harness import (
     rag_prompt,
     random_tokens,
 )
-from law_prompts import CHUNKS, HOLE, QUESTION, SYSTEM, full_prefill, scattered, served_kind
+from law_prompts import (
+    CHUNKS,
+    HOLE,
+    QUESTION,
+    SYSTEM,
+    full_prefill,
+    same_bits,
+    scattered,
+    served_kind,
+)
 from sparse_path import (
     TOLERANCE,
     Comparison,
@@ -25,7 +34,7 @@ from sparse_path import (
     on_all_rows,
     on_true_kv,
 )
-from tiny_models import NUM_LAYERS
+from tiny_models import NUM_LAYERS, has_experts
 
 from sgl_blend.policies import NAMED, POLICIES, recompute_budget
 from sgl_blend.policies.spec import Sees
@@ -115,7 +124,7 @@ def test_l1_every_policy_recomputes_what_is_stored_wrong(
     engine = start_engine(blend_on_miss="build", blend_eval=True, blend_check_layer=check_layer)
     params = {"sgl_blend_ratio": 0.4, "sgl_blend_policy": policy}
     wrong = rows_to_recompute(policy, 0.4)
-    assert wrong or policy == "none" or POLICIES[policy].sees is not Sees.NOTHING
+    assert wrong or policy in ("none", "block") or POLICIES[policy].sees is not Sees.NOTHING
 
     got = engine.call(on_true_kv, [scattered(params=params, max_new_tokens=2)], None, wrong)
 
@@ -308,8 +317,10 @@ def _kv_of_blended(driver: Driver, prompt: Prompt, length: int) -> list[tuple[to
     return driver.kv(prompt.tokens[:length], salt)
 
 
-def test_l2_what_stands_later_never_changes_an_earlier_row(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="build")
+def test_l2_what_stands_later_never_changes_an_earlier_row(
+    start_engine: StartEngine, served_kind: str
+) -> None:
+    engine = start_engine(served_kind, blend_on_miss="build", chunked_prefill_size=-1)
     chunks = [CHUNKS[i] for i in (2, 5, 1)]
     length = len(SYSTEM) + sum(len(chunk) for chunk in chunks)
     other_question = random_tokens(98, len(QUESTION))
@@ -318,5 +329,11 @@ def test_l2_what_stands_later_never_changes_an_earlier_row(start_engine: StartEn
     other = engine.call(_kv_of_blended, rag_prompt(SYSTEM, chunks, other_question), length)
 
     for (k1, v1), (k2, v2) in zip(one, other, strict=True):
-        assert torch.equal(k1, k2)
-        assert torch.equal(v1, v2)
+        if has_experts(served_kind):
+            # An expert multiplies all of its rows together, and rounds by how many they are. Stock
+            # does so too: up to 2e-6 in these models.
+            for a, b in ((k1.float(), k2.float()), (v1.float(), v2.float())):
+                assert float((a - b).abs().max()) < 1e-5
+        else:
+            assert same_bits(k1, k2)
+            assert same_bits(v1, v2)

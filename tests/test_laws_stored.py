@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from engines import StartEngine, model_folder, start_engine
-from harness import Answer, Driver, Prompt, namespace_of, rag_prompt, random_tokens
-from law_prompts import CHUNKS, QUESTION, SYSTEM, served_kind
+from harness import Answer, Driver, Engine, Prompt, namespace_of, rag_prompt, random_tokens
+from law_prompts import CHUNKS, QUESTION, SYSTEM, same_bits, served_kind
 
 from sgl_blend.commands.common.server import stock_environment
 
@@ -78,8 +78,10 @@ def test_reused_keys_are_the_stored_keys_at_their_new_position(
 # --- L3: exact requests never see blended KV ---
 
 
-def test_l3_exact_requests_are_bit_equal_to_a_cold_server(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_on_miss="compute")
+def test_l3_exact_requests_are_bit_equal_to_a_cold_server(
+    start_engine: StartEngine, served_kind: str
+) -> None:
+    engine = start_engine(served_kind, blend_on_miss="compute")
     exact = [
         Prompt([SYSTEM, CHUNKS[i], CHUNKS[j], QUESTION], max_new_tokens=3)
         for i, j in ((0, 1), (1, 0), (4, 2))
@@ -113,6 +115,29 @@ def _stored_chunk(
     return driver.kv([*prefix, *chunk], driver.chunk_salt())
 
 
+def _assert_l4(engine: Engine, chunk: list[int]) -> None:
+    """Store a chunk on an empty server, and again among everything that could change its KV."""
+    engine.flush()
+    engine.ask(rag_prompt(SYSTEM, [chunk], QUESTION))
+    engine.settle()
+    cold = engine.call(_stored_chunk, SYSTEM, chunk)
+    engine.flush()
+
+    # An attacker's text before the document, other documents, plain traffic, all in one batch.
+    engine.ask(
+        rag_prompt(SYSTEM, [random_tokens(666, 80), chunk], random_tokens(5, 9)),
+        rag_prompt(SYSTEM, [CHUNKS[1], chunk, CHUNKS[0]], QUESTION),
+        rag_prompt(random_tokens(8, 21), [chunk], QUESTION),
+        Prompt([random_tokens(3, 130)]),
+    )
+    engine.settle()
+
+    warm = engine.call(_stored_chunk, SYSTEM, chunk)
+    for (k1, v1), (k2, v2) in zip(cold, warm, strict=True):
+        assert same_bits(k1, k2)
+        assert same_bits(v1, v2)
+
+
 @pytest.mark.parametrize("on_miss", ["compute", "build"])
 def test_l4_chunk_kv_is_bit_equal_whatever_was_served_before(
     start_engine: StartEngine, on_miss: str
@@ -120,26 +145,13 @@ def test_l4_chunk_kv_is_bit_equal_whatever_was_served_before(
     # So wide a model, and so short a chunk, that rounding depends on the rows of a forward: KV
     # computed in one forward with anything else would differ in its last bits.
     engine = start_engine("llama-wide", blend_on_miss=on_miss, blend_min_chunk_tokens=4)
-    short = random_tokens(77, 12)
-    engine.flush()
-    engine.ask(rag_prompt(SYSTEM, [short], QUESTION))
-    engine.settle()
-    cold = engine.call(_stored_chunk, SYSTEM, short)
-    engine.flush()
+    _assert_l4(engine, random_tokens(77, 12))
 
-    # An attacker's text before the document, other documents, plain traffic, all in one batch.
-    engine.ask(
-        rag_prompt(SYSTEM, [random_tokens(666, 80), short], random_tokens(5, 9)),
-        rag_prompt(SYSTEM, [CHUNKS[1], short, CHUNKS[0]], QUESTION),
-        rag_prompt(random_tokens(8, 21), [short], QUESTION),
-        Prompt([random_tokens(3, 130)]),
-    )
-    engine.settle()
 
-    warm = engine.call(_stored_chunk, SYSTEM, short)
-    for (k1, v1), (k2, v2) in zip(cold, warm, strict=True):
-        assert torch.equal(k1, k2)
-        assert torch.equal(v1, v2)
+def test_l4_chunk_kv_is_bit_equal_in_every_model(
+    start_engine: StartEngine, served_kind: str
+) -> None:
+    _assert_l4(start_engine(served_kind, blend_on_miss="compute"), random_tokens(77, 45))
 
 
 def test_l4_holds_where_chunked_prefill_cuts_the_batch_of_builds(start_engine: StartEngine) -> None:
@@ -154,8 +166,8 @@ def test_l4_holds_where_chunked_prefill_cuts_the_batch_of_builds(start_engine: S
 
     together = engine.call(_stored_chunk, SYSTEM, chunks[1])
     for (k1, v1), (k2, v2) in zip(alone, together, strict=True):
-        assert torch.equal(k1, k2)
-        assert torch.equal(v1, v2)
+        assert same_bits(k1, k2)
+        assert same_bits(v1, v2)
 
 
 def test_l4_chunk_kv_is_that_of_the_chunk_prefilled_alone(start_engine: StartEngine) -> None:

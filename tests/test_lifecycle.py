@@ -3,14 +3,16 @@
 Every test ends in Driver.settle: SGLang's own strict memory check runs at idle and raises on a leak.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from eight_chunks import CHUNKS, SYSTEM, rag
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, largest_difference, rag_prompt, random_tokens
+from law_prompts import served_kind
 
-__all__ = ["model_folder", "start_engine"]  # fixtures
+__all__ = ["model_folder", "served_kind", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
 
@@ -77,6 +79,24 @@ def test_abort_between_the_steps_of_a_chunked_prefill(start_engine: StartEngine)
 
 def test_abort_while_chunks_are_built(start_engine: StartEngine) -> None:
     start_engine(blend_on_miss="build").call(_abort_while_its_chunks_are_built)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "abort",
+    [
+        _abort_while_waiting,
+        _abort_while_its_chunks_are_built,
+        _abort_between_chunked_steps,
+        _abort_while_decoding,
+    ],
+)
+def test_l5_an_abort_leaves_nothing_in_any_model(
+    start_engine: StartEngine, served_kind: str, abort: Callable[[Driver], None]
+) -> None:
+    engine = start_engine(served_kind, blend_on_miss="build", chunked_prefill_size=64)
+    engine.flush()
+    engine.call(abort)
 
 
 # --- retraction ---

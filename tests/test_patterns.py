@@ -56,7 +56,9 @@ requests = st.builds(
     pieces=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=6).map(tuple),
     question=st.integers(0, 8),
     ratio=st.sampled_from([0.0, 0.15, 1.0, 1.0]),
-    policy=st.sampled_from(["hkvd", "funnel", "remembered", "first-k", "random", "none", "all"]),
+    policy=st.sampled_from(
+        ["hkvd", "funnel", "remembered", "first-k", "random", "none", "block", "all"]
+    ),
     tenant=st.sampled_from([None, "a", "b"]),
     new_tokens=st.integers(1, 3),
 )
@@ -80,7 +82,8 @@ def _run_case(driver: Driver, batches: list[list[Request]]) -> None:
         answers = driver.ask(*prompts)
         for request, prompt, answer in zip(batch, prompts, answers, strict=True):
             check_report(answer.report, len(prompt.tokens))
-            exact = request.policy == "all" or (request.ratio == 1.0 and request.policy != "none")
+            keeps_none = request.policy in ("none", "block")
+            exact = request.policy == "all" or (request.ratio == 1.0 and not keeps_none)
             if exact:
                 check_against_full_prefill(driver, prompt, answer.output_ids, answer.logprobs)
         driver.settle()

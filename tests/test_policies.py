@@ -126,6 +126,7 @@ def test_a_larger_ratio_only_adds_tokens(
 @given(chunks=lengths, ratio=ratios)
 def test_none_takes_nothing_and_all_takes_everything(chunks: list[int], ratio: float) -> None:
     assert recompute_budget("none", ratio, sum(chunks)) == 0
+    assert recompute_budget("block", ratio, sum(chunks)) == 0
     assert recompute_budget("all", ratio, sum(chunks)) == sum(chunks)
 
 
@@ -173,6 +174,7 @@ def test_only_policies_that_need_scores_see_anything() -> None:
         "first-k": (Sees.NOTHING, None),
         "random": (Sees.NOTHING, None),
         "none": (Sees.NOTHING, None),
+        "block": (Sees.NOTHING, None),
         "all": (Sees.NOTHING, None),
         "oracle": (Sees.PREFILL, v_deviation),
     }

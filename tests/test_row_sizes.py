@@ -136,7 +136,7 @@ def test_counts_of_a_step_fit_together(
 
 def test_fixed_and_gradual_budgets_stay() -> None:
     found = RowSizes(tuple(range(1, 4000, 7)))
-    for policy in ("none", "all", "gradual"):
+    for policy in ("none", "block", "all", "gradual"):
         budgets = [counts(plan_of(1000, 0.3, policy, which, 50)) for which in (found, NO_SIZES)]
         assert budgets[0] == budgets[1]
 

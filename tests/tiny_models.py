@@ -124,6 +124,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def has_experts(kind: str) -> bool:
+    """Say whether a model of KINDS, KV dtype after a plus sign or not, is a mixture of experts."""
+    return "num_experts_per_tok" in KINDS[kind.partition("+")[0]][1]
+
+
 def head_dim_for(engine_settings: Mapping[str, Any]) -> int:
     """Return the head dimension of test models for an engine with such settings."""
     return GPU_HEAD_DIM if engine_settings.get("device") == "cuda" else int(COMMON["head_dim"])

@@ -25,7 +25,7 @@ from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS
 from sgl_blend.report import BlendReport
 from sgl_blend.settings.config import add_flags
-from tools import answer_tables, find_tables, results_tables, time_model
+from tools import answer_tables, compatibility, find_tables, results_tables, time_model
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)
@@ -115,8 +115,16 @@ def policy_list() -> str:
 
 def served() -> str:
     """Return the features of SGLang that are served, with the tests that show it."""
-    rows = [(feature.name, feature.how, feature.test) for feature in SERVED]
-    return table(("feature", "how", "shown by"), rows)
+    rows = [
+        (
+            feature.name,
+            feature.how,
+            feature.test,
+            *(compatibility.tests_of(feature, name) for name in TESTED_VERSIONS),
+        )
+        for feature in SERVED
+    ]
+    return table(("feature", "how", "shown by", *TESTED_VERSIONS), rows)
 
 
 def refused() -> str:
@@ -126,14 +134,21 @@ def refused() -> str:
 
 
 def models() -> str:
-    """Return the model classes that are served."""
-    rows = [(f"`{name}`", serves) for name, serves in MODELS.items()]
-    return table(("class of SGLang", "models"), rows)
+    """Return the model classes that are served, and the laws that hold for them in each version."""
+    rows = [
+        (f"`{name}`", serves, *(compatibility.laws_of(name, number) for number in TESTED_VERSIONS))
+        for name, serves in MODELS.items()
+    ]
+    return table(("class of SGLang", "models", *TESTED_VERSIONS), rows)
 
 
 def versions() -> str:
-    """Return the versions of SGLang that are tested."""
-    return "".join(f"- {version}\n" for version in TESTED_VERSIONS)
+    """Return the versions of SGLang that are tested, and when and with what that was done last."""
+    rows = []
+    for name in TESTED_VERSIONS:
+        found = compatibility.kept()[name]
+        rows.append((name, found["date"][:10], f"`{found['command']}`", str(found["commit"])[:12]))
+    return table(("SGLang", "tested on", "by", "commit"), rows)
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -142,16 +142,19 @@ def cold() -> str:
 
 def off() -> str:
     found = load("off.json")
+    names = {"plugin": "with the plugin, off", "control": "a second stock server (control)"}
     rows = [
         (
-            name,
-            len(found[name]["pairs"]),
-            f"{found[name]['ratio']:.3f}",
-            interval(*found[name]["ci95"]),
+            kind,
+            told,
+            len(found[kind][name]["pairs"]),
+            f"{found[kind][name]['ratio']:.3f}",
+            interval(*found[kind][name]["ci95"]),
         )
-        for name in ("ttft", "throughput")
+        for kind in ("ttft", "throughput")
+        for name, told in names.items()
     ]
-    header = ("what", "pairs", "speed beside stock, median", "95 % interval")
+    header = ("what", "server", "pairs", "speed beside stock, median", "95 % interval")
     return circumstances(found, "benchmarks/off.py") + table(header, rows)
 
 

@@ -73,7 +73,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(wide, shape.hidden_size, bias=False)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, guides: Guides | None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        guides: Guides | None,
+        seen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend; with guides also return the cross-entropy of the guided rows' attention."""
         batch, length, _ = x.shape
@@ -84,7 +89,7 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         group = self.shape.num_heads // self.shape.num_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
         out = self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
         return out, None if guides is None else _guide_loss(q, k, guides)
 
@@ -127,10 +132,15 @@ class Layer(nn.Module):
         self.mlp = Mlp(shape)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, guides: Guides | None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        guides: Guides | None,
+        seen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the layer's output and the loss of its guided rows."""
-        mixed, loss = self.self_attn(self.input_layernorm(x), cos, sin, guides)
+        mixed, loss = self.self_attn(self.input_layernorm(x), cos, sin, guides, seen)
         x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), loss
 
@@ -154,13 +164,18 @@ class TinyLlama(nn.Module):
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
     def forward(
-        self, tokens: torch.Tensor, guides: dict[int, Guides] | None = None
+        self,
+        tokens: torch.Tensor,
+        guides: dict[int, Guides] | None = None,
+        seen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute logits and guide loss.
 
         Args:
             tokens: int64 [batch, length].
             guides: Per layer the rows whose attention is supervised.
+            seen: bool [batch, 1, length, length], which keys (last) each query sees; by default all
+                up to its own.
 
         Returns:
             Logits [batch, length, vocab] and the guide loss of each layer, [num_layers].
@@ -169,7 +184,8 @@ class TinyLlama(nn.Module):
         cos, sin = rope_tables(self.shape, tokens.shape[1], tokens.device)
         losses = []
         for number, layer in enumerate(self.layers):
-            x, loss = layer(x, cos, sin, None if guides is None else guides.get(number))
+            guide = None if guides is None else guides.get(number)
+            x, loss = layer(x, cos, sin, guide, seen)
             losses.append(x.new_zeros(()) if loss is None else loss)
         return F.linear(self.norm(x), self.embed_tokens.weight), torch.stack(losses)
 
@@ -190,6 +206,26 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return (x * cos + torch.cat([-right, left], dim=-1) * sin).to(x.dtype)
 
 
+def seen_in_blocks(tokens: torch.Tensor, chunk: int, ask: int) -> torch.Tensor:
+    """Tell which keys each query sees if chunks see only themselves, as in Block-Attention.
+
+    Args:
+        tokens: int64 [batch, length].
+        chunk: Token that begins a chunk.
+        ask: Token that begins a question; from the first one on everything before is seen.
+
+    Returns:
+        bool [batch, 1, length, length].
+
+    Source: D. Ma et al., "Block-Attention for Efficient Prefilling" (ICLR 2025).
+    """
+    block = (tokens == chunk).cumsum(1)
+    asks = (tokens == ask).cumsum(1) > 0
+    same = block[:, :, None] == block[:, None, :]
+    causal = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device)
+    return ((same | asks[:, :, None]) & causal.tril())[:, None]
+
+
 def save_hf(model: TinyLlama, folder: Path) -> None:
     """Write model.safetensors and config.json as transformers and SGLang load them."""
     import json
@@ -204,6 +240,14 @@ def save_hf(model: TinyLlama, folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = model.shape.hf_config()
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_hf(model: TinyLlama, folder: Path) -> None:
+    """Read the weights that ``save_hf`` wrote."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): w for name, w in weights.items()})
 
 
 def shape_of(settings: dict[str, object]) -> Shape:

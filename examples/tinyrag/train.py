@@ -15,10 +15,28 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from examples.tinyrag.network import Guides, Shape, TinyLlama, save_hf, shape_settings
+from examples.tinyrag.network import (
+    Guides,
+    Shape,
+    TinyLlama,
+    load_hf,
+    save_hf,
+    seen_in_blocks,
+    shape_settings,
+)
 from examples.tinyrag.tokenizer import save_tokenizer
-from examples.tinyrag.words import vocabulary
-from examples.tinyrag.world import FULL, KINDS, STAGES, Example, Size, make_example
+from examples.tinyrag.words import ASK, CHUNK, vocabulary
+from examples.tinyrag.world import (
+    BLOCK_KINDS,
+    FULL,
+    KINDS,
+    STAGES,
+    Example,
+    Size,
+    make_example,
+)
+
+CHUNK_ID, ASK_ID = vocabulary().index(CHUNK), vocabulary().index(ASK)
 
 Heads = dict[str, tuple[tuple[int, int], ...]]
 
@@ -37,6 +55,13 @@ the check layer.
 
 SHALLOW_HEADS: Heads = {**DEEP_HEADS, "read": ((2, 2), (3, 0), (3, 2))}
 """The same for 4 layers: the question reads in the last one."""
+
+BLOCK_HEADS: Heads = {
+    "owner": ((0, 0),),
+    "read": ((2, 2), (3, 0), (3, 2)),
+    "hop": ((4, 0), (4, 2), (5, 0)),
+}
+"""The same for chunks that see only themselves: the question follows an alias by itself."""
 
 SHAPES = {
     "tiny": {},
@@ -151,6 +176,7 @@ def make_batch(
     budget: int,
     device: torch.device,
     heads: Heads = DEEP_HEADS,
+    kinds: Sequence[str] = KINDS,
 ) -> Batch:
     """Write the batch of a step; the same seed and step always give the same one."""
     draw = random.Random(f"train/{seed}/{step}")
@@ -159,7 +185,7 @@ def make_batch(
     while True:
         # Longer stages keep a share of easier prompts, so that short ones are not unlearnt.
         size: Size = STAGES[stage] if draw.random() < 0.9 else STAGES[draw.randint(0, stage)]
-        example = make_example(draw, size, num_questions=draw.randint(4, 14))
+        example = make_example(draw, size, draw.randint(4, 14), kinds)
         longest = max(length, len(example.tokens))
         if examples and longest * (len(examples) + 1) > budget:
             break
@@ -168,7 +194,7 @@ def make_batch(
         num_tokens += len(example.tokens)
     tokens = torch.zeros(len(examples), length, dtype=torch.long)
     mask = torch.zeros(len(examples), length, dtype=torch.bool)
-    rows, columns, kinds = [], [], []
+    rows, columns, asked = [], [], []
     guides: dict[int, list[tuple[int, int, int, int]]] = {}
     for number, example in enumerate(examples):
         tokens[number, : len(example.tokens)] = torch.tensor(example.tokens)
@@ -176,15 +202,15 @@ def make_batch(
         for column, kind in example.answers:
             rows.append(number)
             columns.append(column)
-            kinds.append(kind)
+            asked.append(kind)
         for role, query, key in example.guides:
-            for layer, head in heads[role]:
+            for layer, head in heads.get(role, ()):
                 guides.setdefault(layer, []).append((head, number, query, key))
     return Batch(
         tokens.to(device),
         mask.to(device),
         (torch.tensor(rows, device=device), torch.tensor(columns, device=device)),
-        kinds,
+        asked,
         {
             layer: Guides(*torch.tensor(found, device=device).T.unbind())
             for layer, found in guides.items()
@@ -200,12 +226,24 @@ class Trainer:
     """Model, optimisers and place in the curriculum; all of it goes into the checkpoint."""
 
     def __init__(
-        self, recipe: Recipe, shape: Shape, seed: int, out: Path, device: torch.device
+        self,
+        recipe: Recipe,
+        shape: Shape,
+        seed: int,
+        out: Path,
+        device: torch.device,
+        blocks: Path | None = None,
     ) -> None:
         self.recipe, self.seed, self.out, self.device = recipe, seed, out, device
+        self.in_blocks = blocks is not None
+        self.kinds = KINDS if blocks is None else BLOCK_KINDS
         torch.manual_seed(seed)
         self.model = TinyLlama(shape).to(device)
+        if blocks is not None:
+            load_hf(self.model, blocks)
         self.heads = DEEP_HEADS if shape.num_layers > 4 else SHALLOW_HEADS
+        if blocks is not None:
+            self.heads = BLOCK_HEADS
         named = list(self.model.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and "embed" not in n]
         others = [p for n, p in named if p.dim() != 2 or "embed" in n]
@@ -213,7 +251,8 @@ class Trainer:
         self.adam = torch.optim.AdamW(
             others, lr=recipe.adam_lr, betas=(0.9, 0.98), weight_decay=0.0
         )
-        self.step = self.stage = self.stage_began = self.num_tokens = 0
+        self.step = self.stage_began = self.num_tokens = 0
+        self.stage = 0 if blocks is None else len(STAGES) - 1  # the curriculum is behind it
         self.seconds = 0.0
         self.right: dict[str, float] = {}
         self._load()
@@ -273,15 +312,23 @@ class Trainer:
     def _train_step(self) -> tuple[float, float, list[float]]:
         recipe = self.recipe
         batch = make_batch(
-            self.seed, self.step, self.stage, recipe.tokens_per_step, self.device, self.heads
+            self.seed,
+            self.step,
+            self.stage,
+            recipe.tokens_per_step,
+            self.device,
+            self.heads,
+            self.kinds,
         )
+        seen = seen_in_blocks(batch.tokens, CHUNK_ID, ASK_ID) if self.in_blocks else None
         done = self.step / recipe.steps
         guide_weight = recipe.guide_weight * _falling(done, recipe.guide_full, recipe.guide_off)
         rate = recipe.rate(self.step)
         for optimiser, peak in ((self.muon, recipe.muon_lr), (self.adam, recipe.adam_lr)):
             optimiser.param_groups[0]["lr"] = peak * rate
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            logits, guide = self.model(batch.tokens, batch.guides if guide_weight > 0 else None)
+            guides = batch.guides if guide_weight > 0 else None
+            logits, guide = self.model(batch.tokens, guides, seen)
         logits = logits.float()
         rows, columns = batch.answers
         answer_logits, wanted = logits[rows, columns], batch.tokens[rows, columns + 1]
@@ -311,7 +358,7 @@ class Trainer:
         if self.stage == len(STAGES) - 1:
             return
         spent = self.step - self.stage_began
-        good = min(self.accuracy(kind) for kind in KINDS) >= self.recipe.stage_accuracy
+        good = min(self.accuracy(kind) for kind in self.kinds) >= self.recipe.stage_accuracy
         if (good and spent >= 100) or spent >= self.recipe.stage_steps[self.stage]:
             self.stage += 1
             self.stage_began = self.step
@@ -326,7 +373,7 @@ class Trainer:
             "answer_loss": round(answer, 4),
             "lm_loss": round(lm, 4),
             "guide_loss": [round(loss, 2) for loss in guide],
-            **{kind: round(self.accuracy(kind), 3) for kind in KINDS},
+            **{kind: round(self.accuracy(kind), 3) for kind in self.kinds},
         }
         print(json.dumps(row), flush=True)
         self.out.mkdir(parents=True, exist_ok=True)
@@ -348,6 +395,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--size", choices=list(SHAPES), default="tiny")
+    parser.add_argument(
+        "--blocks", type=Path, metavar="MODEL", help="go on from this one, in blocks"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     parser.add_argument("--minutes", type=float, default=1e9, help="stop, to go on later")
@@ -363,7 +413,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     recipe = Recipe(steps=args.steps, tokens_per_step=args.tokens_per_step)
     shape = Shape(vocab_size=len(vocabulary()), **SHAPES[args.size])
-    trainer = Trainer(recipe, shape, args.seed, args.out, torch.device(args.device))
+    trainer = Trainer(recipe, shape, args.seed, args.out, torch.device(args.device), args.blocks)
     size = sum(p.numel() for p in trainer.model.parameters())
     print(f"{size:,} parameters, {FULL}, {recipe}", flush=True)
     trainer.run(args.minutes * 60)

@@ -44,6 +44,8 @@ from examples.tinyrag.words import (
 
 LATEST_GAP = 150
 KINDS = ("direct", "ref", "alias", "alias2", "latest")
+BLOCK_KINDS = ("direct", "alias", "latest")
+"""What a question can find out by itself where chunks do not see each other: two steps are enough."""
 
 
 def is_reserved(name: str, value: str) -> bool:
@@ -272,8 +274,17 @@ class Example:
 _IDS = {word: number for number, word in enumerate(vocabulary())}
 
 
-def make_example(draw: random.Random, size: Size, num_questions: int) -> Example:
-    """Write a training sequence; each question is answered before the next is asked."""
+def make_example(
+    draw: random.Random, size: Size, num_questions: int, kinds: Sequence[str] = KINDS
+) -> Example:
+    """Write a training sequence; each question is answered before the next is asked.
+
+    Args:
+        draw: Decides everything.
+        size: Of the prompt.
+        num_questions: At most; there may be fewer persons to ask about.
+        kinds: Of questions.
+    """
     world = make_world(draw, size)
     words = [BOS, *world.system]
     for chunk in world.chunks:
@@ -286,20 +297,24 @@ def make_example(draw: random.Random, size: Size, num_questions: int) -> Example
             role = "ref" if fact.kind == "ref" else "alias"
             guides.append((role, place, world.anchor(fact.source)))
     answers = []
-    for name in _ask_about(draw, world, num_questions):
+    for name in _ask_about(draw, world, num_questions, kinds):
         words += [ASK, *QUESTION.split(), name]
         kind = world.kind_of_question(name)
         answers.append((len(words) - 1, kind))
-        guides.append(("read", len(words) - 1, world.anchor(world.truth[name])))
-        words += [world.truth[name].value, EOS]
+        fact = world.truth[name]
+        guides.append(("read", len(words) - 1, world.anchor(fact)))
+        if fact.source is not None:
+            guides.append(("hop", len(words) - 1, world.anchor(fact.source)))
+        words += [fact.value, EOS]
     return Example([_IDS[word] for word in words], answers, guides)
 
 
-def _ask_about(draw: random.Random, world: World, count: int) -> list[str]:
+def _ask_about(draw: random.Random, world: World, count: int, kinds: Sequence[str]) -> list[str]:
     """Draw names, all kinds alike as far as there are any."""
     by_kind: dict[str, list[str]] = {}
     for name in world.truth:
-        by_kind.setdefault(world.kind_of_question(name), []).append(name)
+        if (kind := world.kind_of_question(name)) in kinds:
+            by_kind.setdefault(kind, []).append(name)
     for names in by_kind.values():
         draw.shuffle(names)
     chosen: list[str] = []
@@ -317,11 +332,17 @@ SHARES = {"direct": 0.15, "ref": 0.3, "alias": 0.25, "alias2": 0.2, "latest": 0.
 """Kinds of held-out questions."""
 
 
-def make_held_out(seed: int, count: int) -> list[dict[str, object]]:
-    """Write held-out items as ``sgl-blend eval`` reads them, the kind of question beside them."""
+def make_held_out(seed: int, count: int, only: Sequence[str] = KINDS) -> list[dict[str, object]]:
+    """Write held-out items as ``sgl-blend eval`` reads them, the kind of question beside them.
+
+    Args:
+        seed: Of the prompts.
+        count: Items.
+        only: Kinds of questions, in the order of KINDS.
+    """
     draw = random.Random(f"held-out/{seed}")
-    kinds = [kind for kind, share in SHARES.items() for _ in range(round(share * count))]
-    kinds = (kinds + list(KINDS) * count)[:count]
+    kinds = [kind for kind in only for _ in range(round(SHARES[kind] * count))]
+    kinds = (kinds + list(only) * count)[:count]
     draw.shuffle(kinds)
     return [_held_out_item(draw, kind) for kind in kinds]
 

@@ -5,11 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """A feature of SGLang that is served with blending, and the test that shows it."""
+    """A feature of SGLang that is served with blending.
+
+    Attributes:
+        name: For people.
+        how: What blending does with it.
+        test: Files of tests that show it, and what they do not show.
+        refused_on: Versions of SGLang on which a start with it is refused.
+    """
 
     name: str
     how: str
     test: str
+    refused_on: tuple[str, ...] = ()
 
 
 SERVED = (
@@ -39,9 +47,10 @@ SERVED = (
         "tests/test_host_tier.py, not run on a GPU yet",
     ),
     Feature(
-        "storage behind it (file, mooncake; not on 0.5.17)",
+        "storage behind it (file, mooncake)",
         "chunks come to host memory before their request is admitted; every page is checked",
         "tests/test_storage_tier.py, tests/test_checked_storage.py, not run on a GPU yet",
+        refused_on=("0.5.17",),
     ),
     Feature(
         "KV in 8 bit (--kv-cache-dtype fp8_e4m3, fp8_e5m2)",
@@ -49,9 +58,10 @@ SERVED = (
         "tests/test_fp8_kv.py, tests/test_laws.py, not run on a GPU yet",
     ),
     Feature(
-        "LoRA adapters (not on 0.5.17)",
+        "LoRA adapters",
         "a chunk belongs to its adapter; adapters follow the rows that are left",
         "tests/test_adapters.py, not run on a GPU yet",
+        refused_on=("0.5.17",),
     ),
     Feature(
         "retraction, preemption, priorities",

@@ -57,5 +57,12 @@ POLICIES = {
     ),
     "random": Policy("tokens at random", at_random),
     "none": Policy("no token", equally, fixed_ratio=0.0),
+    "block": Policy(
+        "no token in any layer, for models that were trained so",
+        equally,
+        source="Block-Attention",
+        fixed_ratio=0.0,
+        skips_full_layers=True,
+    ),
     "all": Policy("every token", equally, fixed_ratio=1.0),
 }

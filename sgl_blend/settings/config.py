@@ -11,7 +11,7 @@ import msgspec
 
 from sgl_blend.errors import ConfigError
 from sgl_blend.policies import NAMED, POLICIES
-from sgl_blend.settings.preset import load_profile
+from sgl_blend.settings.preset import PRESETS, preset_settings
 from sgl_blend.storage.level_names import LEVEL_NAMES, LOSSLESS
 
 ENV_VAR = "SGLANG_BLEND_CONFIG"
@@ -53,8 +53,9 @@ _HELP = {
     "besides. With --blend-on-miss build only marks is allowed.",
     "blend_learn_share": "With --blend-find learned: at most so many tokens are built in the "
     "background per token of clients' prompts, from 0 to 1.",
-    "blend_preset": "File that sgl-blend verify wrote for this model. Flags that are left at "
-    "their default are taken from it. A preset of another model is refused.",
+    "blend_preset": "Settings that belong to the model: a file that sgl-blend verify wrote for it, or "
+    f"{', '.join(PRESETS)}, for models that were trained with Block-Attention. Flags that are left at "
+    "their default are taken from it. A file of another model is refused.",
     "blend_eval": "For evaluations only. Allow policies that prefill in full before they "
     "choose, such as oracle, and start even if the rotation of keys is not exact enough.",
     "blend_canary_rate": "Share of the blended requests, from 0 to 1, that is prefilled in full "
@@ -163,6 +164,11 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             self.blend_canary_rate > 0 or "blend_canary_max_kl" not in self._changed(),
             "blend_canary_max_kl has no effect without blend_canary_rate",
         )
+        _require(
+            self.blend_canary_rate == 0 or self.blend_policy != "block",
+            "blend_canary_rate compares with a full prefill, which a model for blend_policy block does "
+            "not promise to agree with",
+        )
         idle = [] if self.enable_blend else self._changed()
         _require(not idle, f"{', '.join(idle)} has no effect without enable_blend")
 
@@ -212,7 +218,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.blend_preset is None:
             return self
         mine = {name: getattr(self, name) for name in self._changed()}
-        return self.from_settings({**load_profile(self.blend_preset).settings, **mine})
+        return self.from_settings({**preset_settings(self.blend_preset), **mine})
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "BlendConfig":

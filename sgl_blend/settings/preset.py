@@ -1,4 +1,4 @@
-"""Profiles: what ``sgl-blend verify`` found out about a model, as settings that a server loads."""
+"""Presets: settings that belong to a model, by name or from a profile of ``sgl-blend verify``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +11,18 @@ from sgl_blend.errors import ConfigError
 FORMAT = 2
 PACKAGE = "package"
 """Name of the prompts that come with the package, where a file's would stand."""
+PRESETS: dict[str, dict[str, Any]] = {
+    "block": {
+        "blend_policy": "block",
+        "blend_recompute_ratio": 0.0,
+        "blend_build_prefix": "none",
+        "blend_on_miss": "build",
+        "blend_min_chunk_tokens": 1,
+    },
+}
+"""Settings by the name of a preset. ``block`` is for models that were trained with chunks that see only
+themselves (D. Ma et al., "Block-Attention for Efficient Prefilling", ICLR 2025): each chunk is computed
+alone, before it is used, and nothing is computed again. A file of such a name is meant by ./NAME."""
 NOT_JUDGED = "not judged for this model, run sgl-blend verify --data"
 
 
@@ -67,6 +79,15 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
 
 
+def preset_settings(preset: str) -> dict[str, Any]:
+    """Return the settings of a preset, by name or from a profile.
+
+    Raises:
+        ConfigError: It is no name of a preset, and there is no such profile.
+    """
+    return PRESETS[preset] if preset in PRESETS else load_profile(preset).settings
+
+
 def load_profile(path: str) -> Profile:
     """Read a profile.
 
@@ -105,7 +126,7 @@ def quality_of(profile: Profile | None, settings: Mapping[str, Any]) -> str:
     """Say by what the answers of a server were judged.
 
     Args:
-        profile: The profile it was started with, or None.
+        profile: The profile it was started with; None also for a preset with a name.
         settings: Its blend settings by name; some may have been given instead of the profile's.
     """
     if profile is None:

@@ -1,0 +1,174 @@
+"""Run what docs/compatibility.md claims, on each supported version of SGLang, and keep what passed.
+
+    .venv/bin/python -m tools.compatibility            # all versions
+    .venv/bin/python -m tools.compatibility 0.5.17     # one; what was found on the others stays
+
+Two runs of pytest for each version: laws L1 to L5 on a tiny model of every class that is served, and
+the files of tests that are named for the features that are served. What passed is kept in
+benchmarks/results/compatibility.json; `python -m tools.docs_pages` makes the tables of it. Exit
+status 1 if a test failed.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from sgl_blend.commands.common.records import origin_of_script
+from sgl_blend.engine.served import SERVED, Feature
+from sgl_blend.engine.versions import TESTED_VERSIONS
+from tools.test_versions import unpack
+
+ROOT = Path(__file__).parents[1]
+KEPT = ROOT / "benchmarks" / "results" / "compatibility.json"
+NOT_SHOWN = "not shown"
+LAWS = ("L1", "L2", "L3", "L4", "L5")
+LAW_FILES = ("tests/test_laws.py", "tests/test_laws_stored.py", "tests/test_lifecycle.py")
+LAW_TEST = re.compile(r"test_(l[1-5])_\w*\[(.*)\]")
+"""A test of a law, and what it is called with."""
+
+
+def files_of(feature: Feature) -> list[str]:
+    """Return the files of tests that show a feature."""
+    return re.findall(r"tests/\w+\.py", feature.test)
+
+
+def run(wanted: str, name: str, pytest_args: Sequence[str]) -> list[ET.Element]:
+    """Run tests against a version of SGLang; return what became of each."""
+    report = ROOT / "build" / f"compatibility-{name}-{wanted}.xml"
+    report.parent.mkdir(exist_ok=True)
+    report.unlink(missing_ok=True)
+    environment = ["env", f"EXPECT_SGLANG={wanted}"]
+    if wanted != version("sglang"):
+        environment.append(f"PYTHONPATH={unpack(wanted)}")
+    command = [*environment, sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    subprocess.run([*command, f"--junitxml={report}", *pytest_args], cwd=ROOT)
+    return list(ET.parse(report).getroot().iter("testcase"))
+
+
+def outcome(case: ET.Element) -> str:
+    """Say whether a test passed, failed or was skipped."""
+    marks = {child.tag for child in case}
+    if marks & {"failure", "error"}:
+        return "failed"
+    return "skipped" if "skipped" in marks else "passed"
+
+
+def laws_by_class(cases: Iterable[ET.Element], kinds: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return which laws hold for each class of models: all of its tests passed, and there is one.
+
+    Args:
+        cases: Tests of laws.
+        kinds: Class by kind of model.
+    """
+    found: dict[tuple[str, str], set[str]] = {}
+    for case in cases:
+        match = LAW_TEST.fullmatch(case.attrib["name"])
+        kind = None if match is None else _kind_in(match[2], kinds)
+        if match is not None and kind is not None:
+            found.setdefault((kinds[kind], match[1].upper()), set()).add(outcome(case))
+    classes = sorted(set(kinds.values()))
+    return {name: [law for law in LAWS if found.get((name, law)) == {"passed"}] for name in classes}
+
+
+def _kind_in(arguments: str, kinds: Iterable[str]) -> str | None:
+    """Return the kind of model among the arguments of a test; a dtype of KV may follow it."""
+    found = (
+        kind
+        for kind in kinds
+        if re.search(rf"(?:^|-){re.escape(kind)}(?:\+\w+)?(?:-|$)", arguments)
+    )
+    return max(found, key=len, default=None)
+
+
+def counts_by_file(cases: Iterable[ET.Element]) -> dict[str, dict[str, int]]:
+    """Return how many tests of each file passed, failed or were skipped."""
+    found: dict[str, dict[str, int]] = {}
+    for case in cases:
+        file = case.attrib["classname"].replace(".", "/") + ".py"
+        counts = found.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0})
+        counts[outcome(case)] += 1
+    return dict(sorted(found.items()))
+
+
+def served_kinds() -> dict[str, str]:
+    """Return SGLang's class of each kind of test model that the laws run on."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from law_prompts import SERVED_KINDS
+    from tiny_models import KINDS
+
+    kinds = (kind.partition("+")[0] for kind in SERVED_KINDS)
+    return {kind: f"{KINDS[kind][0]}ForCausalLM" for kind in kinds}
+
+
+def examine(wanted: str) -> dict[str, Any]:
+    """Run the tests of models and features against one version of SGLang."""
+    laws = run(wanted, "laws", ["-m", "engine", *LAW_FILES, "-k", " or ".join(_law_words())])
+    files = sorted({file for feature in SERVED for file in files_of(feature)})
+    features = run(wanted, "features", ["-m", "engine and not slow", *files])
+    return {
+        **origin_of_script(),
+        "laws": laws_by_class(laws, served_kinds()),
+        "features": counts_by_file(features),
+        "failed": sorted(_failures([*laws, *features])),
+    }
+
+
+def _law_words() -> Iterator[str]:
+    for law in LAWS:
+        yield f"test_{law.lower()}_"
+
+
+def _failures(cases: Iterable[ET.Element]) -> Iterator[str]:
+    for case in cases:
+        if outcome(case) == "failed":
+            yield f"{case.attrib['classname']}::{case.attrib['name']}"
+
+
+def kept() -> dict[str, Any]:
+    """Return what was found last, by version."""
+    found: dict[str, Any] = json.loads(KEPT.read_text())
+    return found
+
+
+def laws_of(model_class: str, wanted: str) -> str:
+    """Return the laws that hold for a class on a version, for a table."""
+    held = kept()[wanted]["laws"].get(model_class, [])
+    return f"{LAWS[0]} to {LAWS[-1]}" if held == list(LAWS) else ", ".join(held) or NOT_SHOWN
+
+
+def tests_of(feature: Feature, wanted: str) -> str:
+    """Return how many tests of a feature passed on a version, for a table."""
+    if wanted in feature.refused_on:
+        return "refused"
+    counts = [kept()[wanted]["features"].get(file) for file in files_of(feature)]
+    if not counts:
+        return ""
+    if any(one is None or one["failed"] or not one["passed"] for one in counts):
+        return NOT_SHOWN
+    return f"{sum(one['passed'] for one in counts)} passed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("versions", nargs="*", help="all supported ones by default")
+    wanted = parser.parse_args().versions or list(TESTED_VERSIONS)
+    found = kept() if KEPT.is_file() else {}
+    failed = []
+    for name in wanted:
+        print(f"=== SGLang {name}", flush=True)
+        found[name] = examine(name)
+        failed += [f"{name}: {test}" for test in found[name]["failed"]]
+        KEPT.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+    print(*failed, f"{len(failed)} failed", sep="\n")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
