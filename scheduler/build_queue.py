@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from sgl_blend.engine.adapters import FitsClass
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 
 
@@ -39,6 +40,11 @@ class _Line:
         if self.begun is not None:
             return self.begun
         return next(reversed(next(iter(self.groups.values()))))
+
+    def first_of(self, fits: FitsClass) -> ChunkKey | None:
+        """Return the first key whose class fits, or None."""
+        waiting = (key for group in self.groups.values() for key in reversed(group))
+        return next((key for key in (self.first, *waiting) if fits(key.extra_key)), None)
 
     def put(self, key: ChunkKey) -> None:
         """Make a key the one that was missed last."""
@@ -112,10 +118,17 @@ class BuildQueue:
             while self._size > 1 and self._is_over():
                 self.forget(next(iter(self._largest().keys)))
 
-    def first(self) -> ChunkKey | None:
-        """Return the key whose turn it is, or None."""
+    def first(self, fits: FitsClass | None = None) -> ChunkKey | None:
+        """Return the key whose turn it is, or None.
+
+        Args:
+            fits: Tells which classes may be built now; by default all of them.
+        """
         for line in self._lines.values():
-            return line.first
+            if fits is None:
+                return line.first
+            if (key := line.first_of(fits)) is not None:
+                return key
         return None
 
     def since_s(self, key: ChunkKey, now_s: float) -> float:

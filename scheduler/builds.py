@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from sgl_blend.engine.adapters import Adapters, FitsClass
 from sgl_blend.engine.admission import (
     admitted,
     continue_verdict,
@@ -109,6 +110,7 @@ class ChunkBuilder:
         store: The tree.
         tp_group: Whose ranks agree on the ids of requests.
         steps: Where builds are cut.
+        adapters: Whose KV is built.
         kind: Word in the ids of requests.
         budget: What background steps may take of the requests' time.
         on_built: Each is called with every chunk that was built.
@@ -120,6 +122,7 @@ class ChunkBuilder:
         store: ChunkStore,
         tp_group: TPGroup,
         steps: StepPlanner,
+        adapters: Adapters,
         *,
         kind: str,
         budget: BuildBudget,
@@ -132,6 +135,7 @@ class ChunkBuilder:
         # More tokens than the pool holds would evict each other.
         self._pending = BuildQueue(_MAX_PENDING, self._capacity * TOKEN_BYTES)
         self._steps = steps
+        self._adapters = adapters
         self._budget = budget
         self._gap_until_s = 0.0
         self._in_flight: dict[ChunkKey, Req] = {}
@@ -170,8 +174,8 @@ class ChunkBuilder:
     @property
     def num_unfinished(self) -> int:
         """Chunks that are waiting to be built or being built."""
-        running = sum(bool(key.length) and key not in self._pending for key in self._in_flight)
-        return len(self._pending) + running
+        beside = (key for key in self._in_flight if key.length and key not in self._pending)
+        return len(self._pending) + sum(1 for _ in beside)
 
     @property
     def is_running(self) -> bool:
@@ -209,19 +213,19 @@ class ChunkBuilder:
         While requests are served their time pays for it; none runs right after a prefill.
 
         Returns:
-            Whether the round is free for other background work: there is nothing to be built.
+            Whether the round is free for other background work: nothing can be built.
         """
         is_charged = self._is_charged(now)
         if not now.is_open:
             return False
-        key = self._pending.first()
-        if key is None:
+        fits = self._adapters.fitting() if self._pending else None
+        if (key := self._pending.first(fits)) is None:
             return True
         if is_charged and not self._budget.affords_step():
             return False
         if not now.is_waited_in and now.must_keep_quiet(self._pending.since_s(key, now.now_s)):
             return False
-        return self._offer_next(now, is_charged=is_charged)
+        return self._offer_next(fits, is_charged=is_charged)
 
     def _is_charged(self, now: Round) -> bool:
         """Tell whether a step now is paid for by the time in which requests were served.
@@ -237,17 +241,18 @@ class ChunkBuilder:
         """Tell whether a step pushes nothing out of the cache: then it is worth a gap's time."""
         return self._store.free_tokens > 2 * self.step_tokens
 
-    def _offer_next(self, now: Round, *, is_charged: bool) -> bool:
+    def _offer_next(self, fits: FitsClass | None, *, is_charged: bool) -> bool:
         """Put the next step into the waiting queue; return whether nothing is left to be built."""
         for _ in range(_MOST_DROPPED):
-            if (key := self._pending.first()) is None:
+            if (key := self._pending.first(fits)) is None:
                 return True
-            step = self._steps.next_step(key)
+            gone = self._adapters.is_gone(key.extra_key)
+            step = None if gone else self._steps.next_step(key)
             if step is not None:
                 self._offer = _Offer(key, self._new_build(step), is_charged)
                 put_first(self._scheduler, self._offer.build)
                 return False
-            self._pending.remove(key)  # stored meanwhile
+            self._pending.remove(key)  # stored meanwhile, or nobody's any more
         return False
 
     def withdraw(self, now: Round) -> bool:
@@ -276,8 +281,6 @@ class ChunkBuilder:
 
     def is_in_flight(self, key: ChunkKey) -> bool:
         """Tell whether a step of the chunk or of its build prefix is running."""
-        if not self._in_flight:
-            return False
         return key in self._in_flight or key.prefix_only in self._in_flight
 
     def build_now(self, keys: list[ChunkKey], adder: PrefillAdder, add: AddReq) -> int:
@@ -363,10 +366,7 @@ class ChunkBuilder:
         return build
 
     def collect(self, now_s: float | None) -> None:
-        """Forget steps that ended: their KV is inserted, or they were aborted, in the queue or out.
-
-        Called between rounds, when every admitted step holds KV or has given it back.
-        """
+        """Forget steps that ended; between rounds each of the others holds KV or is queued."""
         for key, build in list(self._in_flight.items()):
             ended = has_finished(build)
             if not ended and (holds_kv(build) or is_queued(self._scheduler, build)):

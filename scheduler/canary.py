@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.adapters import Adapters
 from sgl_blend.engine.admission import admitted, continue_verdict, fits_whole, was_admitted
 from sgl_blend.engine.forward import next_token_logits
 from sgl_blend.engine.objects import ModelOutput, PrefillAdder, Req, Scheduler, Verdict
@@ -129,6 +130,7 @@ class Canary:
         step_tokens: Longest step, in tokens.
         metrics: Where comparisons are counted.
         tp_group: Whose first rank's comparison counts.
+        adapters: A shadow whose adapter is gone has nothing to be compared with.
         rate: Share of the blended requests to pick, in (0, 1].
         max_kl: Largest mean KL at which blending goes on, in nats.
     """
@@ -140,12 +142,14 @@ class Canary:
         switch: BlendSwitch,
         metrics: CanaryMetrics,
         tp_group: TPGroup,
+        adapters: Adapters,
         *,
         step_tokens: int,
         rate: float,
         max_kl: float,
     ) -> None:
         self._scheduler = scheduler
+        self._adapters = adapters
         self._store = store
         self._switch = switch
         self._metrics = metrics
@@ -259,7 +263,14 @@ class Canary:
             return now.is_open
         for waiting in self._pending:
             waiting.since_s = now.now_s if waiting.since_s is None else waiting.since_s
-        shadow = self._pending[0]
+        fits = self._adapters.fitting()
+        fitting = (one for one in self._pending if fits is None or fits(one.extra_key))
+        if (shadow := next(fitting, None)) is None:
+            return True
+        if self._adapters.is_gone(shadow.extra_key):
+            self._pending.remove(shadow)
+            self._metrics.skip()
+            return True
         since_s = now.now_s if shadow.since_s is None else shadow.since_s
         if now.now_s < self._not_before_s or now.must_keep_quiet(since_s):
             return False
@@ -272,14 +283,6 @@ class Canary:
         """Admit a shadow's step if it has the batch to itself and all of it fits.
 
         A step that is not admitted never closes the batch for the requests after it.
-
-        Args:
-            req: The step.
-            adder: SGLang's PrefillAdder of the batch.
-            add: SGLang's own admission of one request.
-
-        Returns:
-            SGLang's verdict.
         """
         offer = self._offer
         if offer is None or offer.shadow.req is not req or admitted(adder):

@@ -10,7 +10,7 @@ import msgspec
 
 from sgl_blend.compose_finding import make_finding, make_learner
 from sgl_blend.compose_fusion import Fusion, make_fusion
-from sgl_blend.engine.adapters import pretends_adapter
+from sgl_blend.engine.adapters import Adapters
 from sgl_blend.engine.compatibility import (
     check_server_args,
 )
@@ -86,7 +86,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     shares = FairShare(store, facts.capacity, lambda: probation.num_tokens)
     build_first = config.blend_on_miss == "build"
     tokens = step_tokens(scheduler, build_first=build_first)
-    served = ServedTime()
+    served, adapters = ServedTime(), Adapters(scheduler)
     finding = make_finding(config, facts, store, tp_group)
     finder = None if finding is None else finding.finder
 
@@ -96,6 +96,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             store,
             tp_group,
             StepPlanner(store, tokens),
+            adapters,
             kind=kind,
             budget=BuildBudget(served, BUILD_SHARE),
             on_built=on_built,
@@ -110,6 +111,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         store,
         tp_group,
         ProbeSteps(store, tokens, memories),
+        adapters,
         kind="probe",
         budget=BuildBudget(served, PROBE_SHARE),
     )
@@ -129,6 +131,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             switch,
             CanaryMetrics(**publish),
             tp_group,
+            adapters,
             step_tokens=builder.step_tokens,
             rate=config.blend_canary_rate,
             max_kl=config.blend_canary_max_kl,
@@ -160,7 +163,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             switch=switch,
             longest=longest,
             finder=finder,
-            pretends=partial(pretends_adapter, scheduler),
+            pretends=adapters.pretends,
         ),
         admission=Admission(
             store,

@@ -53,8 +53,12 @@ def start(start_engine: StartEngine, adapters: list[str], **settings: Any) -> En
         enable_lora=True,
         lora_paths=adapters,
         lora_backend="torch_native",
-        max_loras_per_batch=3,
-        **{"blend_on_miss": "build", "chunked_prefill_size": -1, **settings},
+        **{
+            "max_loras_per_batch": 3,
+            "blend_on_miss": "build",
+            "chunked_prefill_size": -1,
+            **settings,
+        },
     )
 
 

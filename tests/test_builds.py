@@ -119,6 +119,24 @@ def test_what_was_missed_last_comes_first_also_if_it_waits_already() -> None:
     assert queue.first() == key("a", 2)
 
 
+def test_classes_that_do_not_fit_are_passed_over() -> None:
+    queue = BuildQueue(100, 10**6)
+    keys = [key("a", 0), key("a", 1), key("b", 2), key("b", 3)]
+    keys = [
+        msgspec.structs.replace(one, extra_key=None if number % 2 else "x")
+        for number, one in enumerate(keys)
+    ]
+    queue.add(keys)
+    assert queue.first() == keys[1]
+    assert queue.first(lambda extra_key: extra_key == "x") == keys[0]
+    queue.spend(keys[0])  # begun, and its turn is over
+    assert queue.first(lambda extra_key: True) == keys[3]
+    assert queue.first(lambda extra_key: extra_key == "x") == keys[2]
+    queue.spend(keys[2])
+    assert queue.first(lambda extra_key: extra_key is None) == keys[1]
+    assert queue.first(lambda extra_key: False) is None
+
+
 def test_build_prefixes_take_turns_in_the_order_in_which_they_were_missed() -> None:
     queue = BuildQueue(100, 10**6)
     short, long = array("q", [1]).tobytes(), array("q", [1, 2]).tobytes()

@@ -8,6 +8,7 @@ whatever path, has another id: what an unloaded one computed is never met again.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from sgl_blend.engine.models import runner_of
 from sgl_blend.engine.objects import ForwardBatch, ModelRunner, Received, Req, Scheduler
@@ -31,11 +32,65 @@ def adapter_of_class(scheduler: Scheduler, extra_key: str | None) -> str | None:
     return adapter if adapter in manager.loras else None
 
 
-def pretends_adapter(scheduler: Scheduler, received: Received) -> bool:
-    """Tell whether a request for the base model has the class of one for an adapter."""
-    if getattr(received, "lora_id", None) is not None:
-        return False
-    return adapter_of_class(scheduler, received.extra_key) is not None
+FitsClass = Callable[[str | None], bool]
+"""Takes the class of a request."""
+
+
+class Adapters:
+    """The adapters of a server, as intake and background work see them.
+
+    Args:
+        scheduler: SGLang's Scheduler.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._manager = getattr(runner_of(scheduler), "lora_manager", None)
+        self._used: set[str] = (
+            set()
+        )  # ids that requests were for; KV of one that is gone may be stored
+
+    def pretends(self, received: Received) -> bool:
+        """Tell whether a request for the base model has the class of one for an adapter."""
+        adapter: str | None = getattr(received, "lora_id", None)
+        if adapter is not None:
+            self._used.add(adapter)
+            return False
+        named = received.extra_key
+        if named is not None and named[-_ID_LENGTH:] in self._used:
+            return True
+        return adapter_of_class(self._scheduler, named) is not None
+
+    def is_gone(self, extra_key: str | None) -> bool:
+        """Tell whether a class is one of an adapter that was unloaded; nobody asks for it again."""
+        if extra_key is None or extra_key[-_ID_LENGTH:] not in self._used:
+            return False
+        return adapter_of_class(self._scheduler, extra_key) is None
+
+    def fitting(self) -> FitsClass | None:
+        """Return what tells whether a request of ours may be tried now; None without adapters.
+
+        A batch holds so many adapters (--max-loras-per-batch), those of running requests included. In a
+        round SGLang counts the adapter of each request that it tries, also of one that it does not
+        admit. So a request of ours is tried only where its adapter takes no place that a client's
+        request needs.
+        """
+        manager, scheduler = self._manager, self._scheduler
+        if manager is None:
+            return None
+        running = {req.lora_id for req in scheduler.running_batch.reqs if not req.finished()}
+        if scheduler.chunked_req is not None:
+            running.add(scheduler.chunked_req.lora_id)
+        wanted = running | {req.lora_id for req in scheduler.waiting_queue}
+
+        @cache
+        def fits(extra_key: str | None) -> bool:
+            adapter = adapter_of_class(scheduler, extra_key)
+            if adapter in running or self.is_gone(extra_key):
+                return True
+            return bool(manager.validate_lora_batch({adapter} | wanted))
+
+        return fits
 
 
 def give_adapter(req: Req, adapter: str | None) -> None:
