@@ -60,7 +60,7 @@ SERVED = (
     Feature(
         "LoRA adapters",
         "a chunk belongs to its adapter; adapters follow the rows that are left",
-        "tests/test_adapters.py, not run on a GPU yet",
+        "tests/test_adapters.py, tests/test_adapters_rounds.py, not run on a GPU yet",
         refused_on=("0.5.17",),
     ),
     Feature(
