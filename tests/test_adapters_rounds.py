@@ -110,6 +110,22 @@ def test_a_build_takes_no_place_of_an_adapter_that_a_client_asks_for(
     assert engine.call(_rounds_until_admitted) == 4
 
 
+def _waiting_s(driver: Driver) -> float:
+    from sgl_blend.scheduler.internal_requests import new_internal_request
+
+    req = new_internal_request(driver.scheduler, "x", array("q", [1, 2]), salt=None, extra_key=None)
+    waiting: float = time.monotonic() - req.time_stats.wait_queue_entry_time
+    return waiting
+
+
+def test_a_request_of_ours_has_not_waited_since_the_machine_booted(
+    start_engine: StartEngine, adapters: list[str]
+) -> None:
+    # SGLang's drainer of adapters would make room for it at once.
+    engine = start(start_engine, adapters, blend_on_miss="compute", max_loras_per_batch=2)
+    assert 0 <= engine.call(_waiting_s) < 1
+
+
 def _unload_with_shadows(driver: Driver, path: str) -> dict[str, Any]:
     """Unload an adapter while the canary has shadows of it; return what the canary says."""
     old = ids_of(driver)["one"]

@@ -99,12 +99,13 @@ def counts_by_file(cases: Iterable[ET.Element]) -> dict[str, dict[str, int]]:
 
 def served_kinds() -> dict[str, str]:
     """Return SGLang's class of each kind of test model that the laws run on."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from law_prompts import SERVED_KINDS
-    from tiny_models import KINDS
-
-    kinds = (kind.partition("+")[0] for kind in SERVED_KINDS)
-    return {kind: f"{KINDS[kind][0]}ForCausalLM" for kind in kinds}
+    program = """import json, law_prompts, tiny_models
+kinds = (kind.partition("+")[0] for kind in law_prompts.SERVED_KINDS)
+print(json.dumps({kind: f"{tiny_models.KINDS[kind][0]}ForCausalLM" for kind in kinds}))"""
+    command = ["env", f"PYTHONPATH={ROOT / 'tests'}", sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def examine(wanted: str) -> dict[str, Any]:

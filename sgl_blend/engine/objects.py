@@ -89,6 +89,7 @@ class Req(Protocol):
     finished_reason: Any
     finished_output: bool | None
     stream: bool
+    time_stats: Any
     multimodal_inputs: Any
     input_embeds: Any
     positional_embed_overrides: Any

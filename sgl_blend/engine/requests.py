@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -86,6 +87,8 @@ def new_silent_request(
         **namespace,
     )
     give_adapter(req, adapter)
+    # It waits since now. SGLang's drainer of adapters makes room for who has waited for long.
+    req.time_stats.wait_queue_entry_time = time.perf_counter()
     req.finished_output = True  # for SGLang its end is streamed already
     # A retracted request has no token and is streamed all the same, unless it streams in intervals.
     req.stream = True
