@@ -11,6 +11,7 @@ from harness import Driver, Prompt, largest_difference, rag_prompt, random_token
 from law_prompts import CHUNKS, QUESTION, SYSTEM, full_prefill
 from sparse_path import TOLERANCE
 from test_adapters import _reload, adapters, ids_of, make_adapter, start
+from test_finding import unmarked
 
 __all__ = ["adapters", "model_folder", "start_engine"]  # fixtures
 
@@ -209,3 +210,37 @@ def test_the_class_of_an_adapter_that_is_gone_is_no_way_to_its_kv(
     assert answer.report["prefix_tokens"] == 0
     want = full_prefill(engine, rag_prompt(SYSTEM, chunks, QUESTION))
     assert largest_difference(answer.logprobs[0], want.logprobs[0]) <= TOLERANCE
+
+
+def _learned(driver: Driver, adapter: str | None, other: str | None) -> list[dict[str, Any]]:
+    """Let text be learned with one adapter; return reports of it, and of a prompt of another."""
+    driver.settle()
+    driver.flush()
+    reports = []
+    for seed, user in ((1, adapter), (2, adapter), (3, adapter), (4, other), (5, None)):
+        prompt = unmarked(0, 1, 2, seed=seed, adapter=user, params={"sgl_blend_ratio": 1.0})
+        answer = driver.ask(prompt)[0]
+        driver.settle()
+        reports.append(answer.report)
+        plain = {"sgl_blend": False}
+        full = driver.ask(Prompt([prompt.tokens], adapter=user, params=plain, salt="full"))[0]
+        assert largest_difference(answer.logprobs[0], full.logprobs[0]) <= 2 * TOLERANCE
+    return reports
+
+
+def test_what_was_learned_with_one_adapter_is_not_found_with_another(
+    start_engine: StartEngine, adapters: list[str]
+) -> None:
+    engine = start(
+        start_engine,
+        adapters,
+        blend_on_miss="compute",
+        blend_find="learned",
+        blend_learn_share=1.0,
+        chunked_prefill_size=2048,
+    )
+    ids = engine.call(ids_of)
+
+    reports = engine.call(_learned, ids["one"], ids["two"])
+
+    assert [report["found_tokens"] > 0 for report in reports] == [False, False, True, False, False]
