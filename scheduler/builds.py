@@ -174,8 +174,8 @@ class ChunkBuilder:
     @property
     def num_unfinished(self) -> int:
         """Chunks that are waiting to be built or being built."""
-        beside = (key for key in self._in_flight if key.length and key not in self._pending)
-        return len(self._pending) + sum(1 for _ in beside)
+        running = sum(bool(key.length) and key not in self._pending for key in self._in_flight)
+        return len(self._pending) + running
 
     @property
     def is_running(self) -> bool:
@@ -242,7 +242,7 @@ class ChunkBuilder:
         return self._store.free_tokens > 2 * self.step_tokens
 
     def _offer_next(self, fits: FitsClass | None, *, is_charged: bool) -> bool:
-        """Put the next step into the waiting queue; return whether nothing is left to be built."""
+        """Put the next step into the waiting queue; return whether nothing can be built."""
         for _ in range(_MOST_DROPPED):
             if (key := self._pending.first(fits)) is None:
                 return True
@@ -281,7 +281,8 @@ class ChunkBuilder:
 
     def is_in_flight(self, key: ChunkKey) -> bool:
         """Tell whether a step of the chunk or of its build prefix is running."""
-        return key in self._in_flight or key.prefix_only in self._in_flight
+        running = self._in_flight  # mostly empty, and keys are long
+        return bool(running) and (key in running or key.prefix_only in running)
 
     def build_now(self, keys: list[ChunkKey], adder: PrefillAdder, add: AddReq) -> int:
         """Admit the next steps of one request's missing chunks into the batch that is put together.
@@ -318,10 +319,7 @@ class ChunkBuilder:
         return rid_of(req).startswith(self.rid_prefix)
 
     def admit(self, build: Req, adder: PrefillAdder, add: AddReq) -> Verdict:
-        """Admit a step if its batch may hold it; add is SGLang's own admission.
-
-        A step that is not admitted never closes the batch for the requests after it.
-        """
+        """Admit a step if its batch may hold it; if not, the batch stays open for those after it."""
         step = _step_of(build)
         verdict, fits = stop_verdict(), True
         held = self._steps.hold(step.key)  # before SGLang counts what it may evict

@@ -46,9 +46,8 @@ class Adapters:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = getattr(runner_of(scheduler), "lora_manager", None)
-        self._used: set[str] = (
-            set()
-        )  # ids that requests were for; KV of one that is gone may be stored
+        self._used: set[str] = set()
+        """Ids that requests were for. KV of one that is gone may still be stored."""
 
     def pretends(self, received: Received) -> bool:
         """Tell whether a request for the base model has the class of one for an adapter."""
