@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from sgl_blend.engine.objects import Received
 from sgl_blend.engine.requests import (
+    brings_images,
     custom_params,
     received_class,
     received_ids,
@@ -96,6 +97,8 @@ class Intake:
             check_salt("extra_key", received_class(received))
             if self._pretends(received):
                 raise RequestError("extra_key ends with the id of an adapter")
+            if brings_images(received):
+                return self._plain(received, len(token_ids), FallbackReason.MULTIMODAL)
             overrides = parse_overrides(custom_params(received), self._config)
             prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
         except RequestError:

@@ -29,7 +29,7 @@ OFTEN = (
 SELDOM = (
     *("qwen2-moe", "minimax-m2"),
     *("llama-partial-gptj+fp8_e4m3", "qwen3-yarn+fp8_e5m2", "glm4-moe+fp8_e5m2"),
-    *("arcee", "gemma", "glm4", "ministral3", "phi3"),
+    *("arcee", "gemma", "glm4", "ministral3", "mistral3", "phi3"),
 )
 SERVED_KINDS = (*OFTEN, *SELDOM)
 

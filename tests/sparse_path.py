@@ -175,13 +175,14 @@ def store_kv_of(
         nan_layer: See there.
     """
     from sgl_blend.engine.kv_scales import layer_scales
+    from sgl_blend.engine.models import text_model
     from sgl_blend.engine.tree import match_prefix
 
     tree = driver.scheduler.tree_cache
     runner = driver.scheduler.tp_worker.model_runner
     scales = layer_scales(runner)
     pool = runner.token_to_kv_pool
-    rotary = runner.model.model.layers[0].self_attn.rotary_emb
+    rotary = text_model(runner).model.layers[0].self_attn.rotary_emb
     true_slots = match_prefix(
         tree, array("q", prompt.tokens), salt=_REFERENCE, extra_key=prompt.adapter
     ).slots

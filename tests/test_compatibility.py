@@ -10,7 +10,7 @@ import torch
 from law_prompts import SERVED_KINDS
 from sglang.srt.environ import envs
 from sglang.srt.server_args import ServerArgs
-from tiny_models import KINDS
+from tiny_models import class_of
 
 from sgl_blend.engine.compatibility import (
     MODELS,
@@ -49,9 +49,7 @@ VALUES = {
 
 
 def test_the_laws_are_tested_on_every_class_that_is_served() -> None:
-    assert {f"{KINDS[kind.partition('+')[0]][0]}ForCausalLM" for kind in SERVED_KINDS} == set(
-        MODELS
-    )
+    assert {class_of(kind) for kind in SERVED_KINDS} == set(MODELS)
 
 
 FLAGS = [refusal for refusal in REFUSALS if refusal.flag.startswith("--")]
@@ -207,6 +205,7 @@ def runner(
     return SimpleNamespace(
         model_config=SimpleNamespace(num_hidden_layers=num_layers, is_multimodal=multimodal),
         token_to_kv_pool=pool(get_key_buffer=lambda layer: stored),
+        model=SimpleNamespace(),
     )
 
 

@@ -121,6 +121,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
     "ministral3": ("Ministral3", {}),
     "phi3": ("Phi3", {"pad_token_id": 0}),
+    "mistral3": ("Mistral", {"sliding_window": None}),
+}
+WITH_IMAGES = {"mistral3": ("Mistral3", "Pixtral")}
+"""Kinds whose language model, as above, stands behind a vision tower: the family and the tower's."""
+IMAGE_TOKEN = 10
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 16,
+    "image_size": 32,
+    "patch_size": 8,
 }
 
 
@@ -149,13 +162,37 @@ def make_model(
     settings["head_dim"] = head_dim
     config = getattr(transformers, f"{family}Config")(**settings)
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    if kind in WITH_IMAGES:
+        model = _with_images(config, *WITH_IMAGES[kind])
+    else:
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.2)
     model.save_pretrained(path)
     return path
+
+
+def _with_images(text: Any, family: str, tower: str) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text,
+        vision_config=getattr(transformers, f"{tower}VisionConfig")(**VISION),
+        image_token_index=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+        architectures=[f"{family}ForConditionalGeneration"],
+    )
+    return getattr(transformers, f"{family}ForConditionalGeneration")(config)
+
+
+def class_of(kind: str) -> str:
+    """Return SGLang's class of a kind of model, KV dtype after a plus sign or not."""
+    name = kind.partition("+")[0]
+    if name in WITH_IMAGES:
+        return "LlavaForConditionalGeneration"  # which SGLang's Mistral3 is inside
+    return f"{KINDS[name][0]}ForCausalLM"
 
 
 def make_slim_model(folder: Path) -> Path:

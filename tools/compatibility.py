@@ -2,6 +2,7 @@
 
     .venv/bin/python -m tools.compatibility            # all versions
     .venv/bin/python -m tools.compatibility 0.5.17     # one; what was found on the others stays
+    .venv/bin/python -m tools.compatibility --missing  # models and features that were not shown yet
 
 Two runs of pytest for each version: laws L1 to L5 on a tiny model of every class that is served, and
 the files of tests that are named for the features that are served. What passed is kept in
@@ -101,24 +102,38 @@ def served_kinds() -> dict[str, str]:
     """Return SGLang's class of each kind of test model that the laws run on."""
     program = """import json, law_prompts, tiny_models
 kinds = (kind.partition("+")[0] for kind in law_prompts.SERVED_KINDS)
-print(json.dumps({kind: f"{tiny_models.KINDS[kind][0]}ForCausalLM" for kind in kinds}))"""
+print(json.dumps({kind: tiny_models.class_of(kind) for kind in kinds}))"""
     command = ["env", f"PYTHONPATH={ROOT / 'tests'}", sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, str] = json.loads(done.stdout)
     return found
 
 
-def examine(wanted: str) -> dict[str, Any]:
-    """Run the tests of models and features against one version of SGLang."""
-    laws = run(wanted, "laws", ["-m", "engine", *LAW_FILES, "-k", " or ".join(_law_words())])
+def examine(wanted: str, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Run the tests of models and features against one version of SGLang.
+
+    Args:
+        wanted: The version.
+        known: What was found before, of which the rest is run; None to run everything.
+    """
+    kinds = served_kinds()
     files = sorted({file for feature in SERVED for file in files_of(feature)})
-    features = run(wanted, "features", ["-m", "engine and not slow", *files])
-    return {
-        **origin_of_script(),
-        "laws": laws_by_class(laws, served_kinds()),
+    chosen = f"({' or '.join(_law_words())})"
+    if known is not None:
+        kinds = {kind: name for kind, name in kinds.items() if name not in known["laws"]}
+        files = [file for file in files if file not in known["features"]]
+        chosen += f" and ({' or '.join(kinds) or 'none'})"
+    laws = run(wanted, "laws", ["-m", "engine", *LAW_FILES, "-k", chosen])
+    features = run(wanted, "features", ["-m", "engine and not slow", *files]) if files else []
+    found: dict[str, Any] = {
+        "laws": laws_by_class(laws, kinds),
         "features": counts_by_file(features),
         "failed": sorted(_failures([*laws, *features])),
     }
+    if known is None:
+        return {**origin_of_script(), **found}
+    merged = {name: {**known[name], **found[name]} for name in ("laws", "features")}
+    return {**known, **merged, "failed": sorted({*known["failed"], *found["failed"]})}
 
 
 def _law_words() -> Iterator[str]:
@@ -159,12 +174,14 @@ def tests_of(feature: Feature, wanted: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("versions", nargs="*", help="all supported ones by default")
-    wanted = parser.parse_args().versions or list(TESTED_VERSIONS)
+    parser.add_argument("--missing", action="store_true", help="only what was not shown yet")
+    args = parser.parse_args()
+    wanted = args.versions or list(TESTED_VERSIONS)
     found = kept() if KEPT.is_file() else {}
     failed = []
     for name in wanted:
         print(f"=== SGLang {name}", flush=True)
-        found[name] = examine(name)
+        found[name] = examine(name, found[name] if args.missing else None)
         failed += [f"{name}: {test}" for test in found[name]["failed"]]
         KEPT.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     print(*failed, f"{len(failed)} failed", sep="\n")

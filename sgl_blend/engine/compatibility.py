@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from sgl_blend.engine.adapters import serves_adapters
-from sgl_blend.engine.models import has_experts, model_class
+from sgl_blend.engine.models import WITH_IMAGES, has_experts, model_class, text_model
 from sgl_blend.engine.objects import DecoderLayer, ModelRunner, ServerArgs
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS, storage_keys_hold_namespaces
 from sgl_blend.engine.versions import features
@@ -189,6 +189,7 @@ MODELS: dict[str, str] = {
     "Glm4ForCausalLM": "GLM-4-0414",
     "Glm4MoeForCausalLM": "GLM-4.5 to 4.7, mixture of experts",
     "LlamaForCausalLM": "Llama 2, 3.x, and all that are built as they are",
+    "LlavaForConditionalGeneration": "Mistral Small 3.1 and 3.2; prompts with images in full",
     "MiniMaxM2ForCausalLM": "MiniMax-M2, mixture of experts",
     "Ministral3ForCausalLM": "Ministral 3",
     "MistralForCausalLM": "Mistral without a sliding window",
@@ -227,6 +228,8 @@ def check_model(runner: ModelRunner) -> None:
         UnsupportedError: The message names the class and those that are served.
     """
     kind = model_class(runner)
+    if kind in WITH_IMAGES:
+        kind = type(text_model(runner)).__name__
     if kind not in MODELS:
         raise UnsupportedError(
             f"enable_blend: models of class {kind} are not supported, only {', '.join(MODELS)}; "
@@ -254,7 +257,7 @@ def check_runner(runner: ModelRunner, check_layer: int) -> None:
         raise UnsupportedError(
             f"enable_blend: KV pool of {keys.dtype} with {keys.dim()} dimensions is not supported"
         )
-    if config.is_multimodal:
+    if config.is_multimodal and model_class(runner) not in WITH_IMAGES:
         raise UnsupportedError("enable_blend: multimodal models are not supported")
 
 
@@ -269,6 +272,8 @@ def check_adapters(runner: ModelRunner, layers: Sequence[DecoderLayer]) -> None:
     why = None
     if any(has_experts(layer) for layer in layers):
         why = "adapters of a mixture of experts are not tested"
+    elif model_class(runner) in WITH_IMAGES:
+        why = "adapters of a vision model are not tested"
     elif not features().keys_have_salt:
         why = "in this SGLang an adapter is a part of the cache salt; 0.5.21 keeps them apart"
     if why is not None:

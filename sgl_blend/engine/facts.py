@@ -60,7 +60,7 @@ def read_facts(scheduler: Scheduler) -> ServerFacts:
         page_size=scheduler.page_size,
         capacity=scheduler.max_total_num_tokens,
         most_requests=scheduler.max_running_requests,
-        bos_token_id=getattr(config.hf_config, "bos_token_id", None),
+        bos_token_id=getattr(config.hf_text_config, "bos_token_id", None),
         architecture=runner.model_config.hf_config.to_dict(),
         dtypes=" ".join(str(part) for part in parts),
         publishes=bool(args.enable_metrics),

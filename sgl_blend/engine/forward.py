@@ -95,7 +95,9 @@ def copy_batch(forward_batch: ForwardBatch) -> ForwardBatch:
 
 def has_embeddings(batch: ForwardBatch) -> bool:
     """Tell whether some request of a batch brings embeddings, which a run layer by layer ignores."""
-    return batch.input_embeds is not None or batch.replace_embeds is not None
+    if batch.input_embeds is not None or batch.replace_embeds is not None:
+        return True
+    return any(images is not None for images in batch.mm_inputs or ())
 
 
 def take_rows(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.models import text_model
 from sgl_blend.engine.objects import ForwardBatch, ModelRunner
 
 _PARTS = ("embed_tokens", "layers", "norm")
@@ -29,13 +30,15 @@ def lend_layer_loop(runner: ModelRunner) -> None:
     Args:
         runner: SGLang's ModelRunner, model loaded.
     """
-    model: Any = runner.model
+    model = text_model(runner)
     inner: Any = getattr(model, "model", None)
-    if hasattr(model, "forward_split_prefill") or not _has(model, _HEAD) or not _has(inner, _PARTS):
-        return
-    loop = _loop_of(inner.layers[0])
+    loop = None
+    if not hasattr(model, "forward_split_prefill") and _has(model, _HEAD) and _has(inner, _PARTS):
+        loop = _loop_of(inner.layers[0])
     if loop is not None:
         model.forward_split_prefill = partial(_run, model, loop)
+    if model is not runner.model and hasattr(model, "forward_split_prefill"):
+        runner.model.forward_split_prefill = model.forward_split_prefill
 
 
 def _has(module: Any, parts: tuple[str, ...]) -> bool:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from sgl_blend.engine.models import text_model
 from sgl_blend.engine.objects import AttentionBackend, ForwardBatch, ModelRunner
 
 
 def run_range(runner: ModelRunner, batch: ForwardBatch, layers: range) -> None:
     """Run layers of a batch, below the last one; the forward's own timer takes no note of it."""
-    runner.model.forward_split_prefill(
+    text_model(runner).forward_split_prefill(
         batch.input_ids, batch.positions, batch, (layers.start, layers.stop)
     )
     batch.split_index = layers.stop

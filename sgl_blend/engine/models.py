@@ -31,6 +31,17 @@ def model_class(runner: ModelRunner) -> str:
     return type(runner.model).__name__
 
 
+WITH_IMAGES = ("LlavaForConditionalGeneration",)
+"""SGLang's classes of a vision tower before a causal language model with plain positions, which is
+blended. A forward with an image in it is SGLang's own."""
+
+
+def text_model(runner: ModelRunner) -> Any:
+    """Return the causal language model: the model, or the part of it that reads text."""
+    model: Any = runner.model
+    return model.language_model if model_class(runner) in WITH_IMAGES else model
+
+
 def model_dtype(runner: ModelRunner) -> torch.dtype:
     """Return the dtype that the model computes in."""
     return runner.dtype
@@ -52,7 +63,7 @@ def decoder_layers(runner: ModelRunner) -> list[DecoderLayer]:
     Raises:
         UnsupportedError: The model cannot be run layer by layer.
     """
-    model, kind = runner.model, model_class(runner)
+    model, kind = text_model(runner), model_class(runner)
     if not hasattr(model, "forward_split_prefill"):
         raise UnsupportedError(f"enable_blend: {kind} cannot be run layer by layer in this SGLang")
     layers = getattr(getattr(model, "model", None), "layers", None)
@@ -178,7 +189,7 @@ def around_logits(
     runner: ModelRunner, context: Callable[[], AbstractContextManager[object]]
 ) -> Iterator[None]:
     """Run the model's last step, from hidden states to logits, inside a context of its own."""
-    with entering(runner.model.logits_processor, context):
+    with entering(text_model(runner).logits_processor, context):
         yield
 
 

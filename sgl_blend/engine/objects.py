@@ -122,6 +122,7 @@ class Received(Protocol):
     logprob_start_len: int
     top_logprobs_num: int
     token_ids_logprob: Any
+    mm_inputs: Any
 
 
 class RequestHandle(Protocol):
@@ -179,6 +180,7 @@ class ForwardBatch(Protocol):
     extend_logprob_start_lens_cpu: list[int] | None
     input_embeds: Any
     replace_embeds: Any
+    mm_inputs: list[Any] | None
     hidden_states: torch.Tensor
     residual: Any  # a tensor after the first layer
     residual_stream: Any  # since 0.5.21

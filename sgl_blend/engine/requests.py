@@ -109,6 +109,11 @@ def received_ids(received: Received) -> array[int] | None:
     return received.input_ids
 
 
+def brings_images(received: Received) -> bool:
+    """Tell whether a request on its way has images, whose places in the prompt are fixed."""
+    return received.mm_inputs is not None
+
+
 def set_received_ids(received: Received, token_ids: array[int]) -> None:
     """Give a request on its way another prompt."""
     received.input_ids = token_ids

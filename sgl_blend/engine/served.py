@@ -64,6 +64,11 @@ SERVED = (
         refused_on=("0.5.17",),
     ),
     Feature(
+        "vision models, prompts without an image",
+        "text is blended; a forward with an image in it is SGLang's own, and counted",
+        "tests/test_images.py, not with a real processor yet",
+    ),
+    Feature(
         "retraction, preemption, priorities",
         "planned anew when admitted again",
         "tests/test_lifecycle.py, tests/test_features.py",
