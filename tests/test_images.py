@@ -91,6 +91,27 @@ def test_a_prompt_with_an_image_is_answered_as_by_stock(start_engine: StartEngin
     assert largest_difference(others[1].logprobs[0], full.logprobs[0]) <= TOLERANCE
 
 
+def _ask_with_separator(driver: Driver, prompt: Prompt) -> Answer:
+    driver.runtime.intake._separator_id = 7
+    try:
+        return _ask(driver, [5], [prompt], [])[0][0]
+    finally:
+        driver.runtime.intake._separator_id = None
+
+
+def test_separators_before_an_image_stay_where_they_are(start_engine: StartEngine) -> None:
+    # SGLang's processor has noted where the image stands.
+    blending = start_engine("mistral3", chunked_prefill_size=-1)
+    stock = start_engine("mistral3", enable_blend=None, chunked_prefill_size=-1)
+    prompt = Prompt([SYSTEM, [7], CHUNKS[0], [7], IMAGE, QUESTION])
+
+    got = blending.call(_ask_with_separator, prompt)
+
+    (want,), _ = stock.call(_ask, [5], [prompt], [])
+    assert got.report["prompt_tokens"] == len(prompt.tokens)
+    assert largest_difference(got.logprobs[0], want.logprobs[0]) <= TOLERANCE
+
+
 def test_text_is_blended_after_images_were_there(start_engine: StartEngine) -> None:
     engine = start_engine("mistral3", chunked_prefill_size=-1)
     engine.call(_ask, [3], [_shows_image(3)], [])
