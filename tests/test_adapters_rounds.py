@@ -106,7 +106,7 @@ def test_a_build_takes_no_place_of_an_adapter_that_a_client_asks_for(
         adapters,
         blend_on_miss="compute",
         max_loras_per_batch=2,
-        max_total_tokens=880,
+        max_total_tokens=960,
     )
     assert engine.call(_rounds_until_admitted) == 4
 
