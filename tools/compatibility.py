@@ -134,7 +134,7 @@ def examine(wanted: str, known: Mapping[str, Any] | None) -> dict[str, Any]:
         return {**origin_of_script(), **found}
     merged = {name: {**known[name], **found[name]} for name in ("laws", "features")}
     again = tuple(file.removesuffix(".py").replace("/", ".") for file in files)
-    before = {test for test in known["failed"] if not test.startswith(again)} if again else set()
+    before = {test for test in known["failed"] if not test.startswith(again)}
     return {**known, **merged, "failed": sorted({*before, *found["failed"]})}
 
 
