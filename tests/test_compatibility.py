@@ -14,10 +14,12 @@ from tiny_models import class_of
 
 from sgl_blend.engine.compatibility import (
     MODELS,
+    NOT_TESTED,
     REFUSALS,
     STORAGE_REFUSALS,
     Refusal,
     check_layers,
+    check_model,
     check_runner,
     check_server_args,
 )
@@ -242,6 +244,17 @@ def test_another_kv_pool_is_refused() -> None:
 def test_keys_that_cannot_be_rotated_are_refused(keys: torch.Tensor) -> None:
     with pytest.raises(UnsupportedError, match=r"KV pool of torch\.\w+ with \d dimensions is not"):
         check_runner(runner(keys=keys), 1)
+
+
+def test_a_class_is_refused_with_a_version_that_no_test_has_started_it_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (kind, versions), *_ = NOT_TESTED.items()
+    model = type(kind, (SimpleNamespace,), {})(language_model=type("LlamaForCausalLM", (), {})())
+    check_model(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    monkeypatch.setattr("sgl_blend.engine.compatibility.version", lambda name: versions[0])
+    with pytest.raises(UnsupportedError, match=f"{kind} are not tested with SGLang {versions[0]}"):
+        check_model(SimpleNamespace(model=model))  # type: ignore[arg-type]
 
 
 def test_a_multimodal_model_is_refused() -> None:

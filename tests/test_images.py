@@ -1,6 +1,7 @@
 """Models with a vision tower: text is blended, and a prompt with an image is SGLang's own business."""
 
 from array import array
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -9,11 +10,17 @@ from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, largest_difference, rag_prompt
 from law_prompts import CHUNKS, QUESTION, SYSTEM
 from sparse_path import TOLERANCE
-from tiny_models import IMAGE_TOKEN, VISION
+from tiny_models import IMAGE_TOKEN, VISION, class_of
+
+from sgl_blend.engine.compatibility import NOT_TESTED
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
-pytestmark = pytest.mark.engine
+IS_REFUSED = version("sglang") in NOT_TESTED[class_of("mistral3")]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(IS_REFUSED, reason="vision models are refused with this SGLang"),
+]
 
 SIDE = VISION["image_size"] // VISION["patch_size"] // 2  # patches are merged two by two
 IMAGE = [IMAGE_TOKEN] * (SIDE * SIDE)

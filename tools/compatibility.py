@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sgl_blend.commands.common.records import origin_of_script
+from sgl_blend.engine.compatibility import NOT_TESTED
 from sgl_blend.engine.served import SERVED, Feature
 from sgl_blend.engine.versions import TESTED_VERSIONS
 from tools.test_versions import unpack
@@ -161,6 +162,8 @@ def kept() -> dict[str, Any]:
 
 def laws_of(model_class: str, wanted: str) -> str:
     """Return the laws that hold for a class on a version, for a table."""
+    if wanted in NOT_TESTED.get(model_class, ()):
+        return "refused"
     held = kept()[wanted]["laws"].get(model_class, [])
     return f"{LAWS[0]} to {LAWS[-1]}" if held == list(LAWS) else ", ".join(held) or NOT_SHOWN
 

@@ -67,6 +67,7 @@ SERVED = (
         "vision models, prompts without an image",
         "text is blended; a forward with an image in it is SGLang's own, and counted",
         "tests/test_images.py, not with a real processor yet",
+        refused_on=("0.5.23",),
     ),
     Feature(
         "retraction, preemption, priorities",
