@@ -251,10 +251,10 @@ def test_a_class_is_refused_with_a_version_that_no_test_has_started_it_with(
 ) -> None:
     (kind, versions), *_ = NOT_TESTED.items()
     model = type(kind, (SimpleNamespace,), {})(language_model=type("LlamaForCausalLM", (), {})())
-    check_model(SimpleNamespace(model=model))  # type: ignore[arg-type]
+    check_model(SimpleNamespace(model=model))
     monkeypatch.setattr("sgl_blend.engine.compatibility.version", lambda name: versions[0])
     with pytest.raises(UnsupportedError, match=f"{kind} are not tested with SGLang {versions[0]}"):
-        check_model(SimpleNamespace(model=model))  # type: ignore[arg-type]
+        check_model(SimpleNamespace(model=model))
 
 
 def test_a_multimodal_model_is_refused() -> None:

@@ -134,8 +134,7 @@ def examine(wanted: str, known: Mapping[str, Any] | None) -> dict[str, Any]:
     if known is None:
         return {**origin_of_script(), **found}
     merged = {name: {**known[name], **found[name]} for name in ("laws", "features")}
-    again = tuple(file.removesuffix(".py").replace("/", ".") for file in files)
-    before = {test for test in known["failed"] if not test.startswith(again)}
+    before = set(known["failed"]) - {_name_of(case) for case in (*laws, *features)}
     return {**known, **merged, "failed": sorted({*before, *found["failed"]})}
 
 
@@ -151,7 +150,11 @@ def _law_words() -> Iterator[str]:
 def _failures(cases: Iterable[ET.Element]) -> Iterator[str]:
     for case in cases:
         if outcome(case) == "failed":
-            yield f"{case.attrib['classname']}::{case.attrib['name']}"
+            yield _name_of(case)
+
+
+def _name_of(case: ET.Element) -> str:
+    return f"{case.attrib['classname']}::{case.attrib['name']}"
 
 
 def kept() -> dict[str, Any]:
@@ -168,7 +171,7 @@ def laws_of(model_class: str, wanted: str) -> str:
     return f"{LAWS[0]} to {LAWS[-1]}" if held == list(LAWS) else ", ".join(held) or NOT_SHOWN
 
 
-def tests_of(feature: Feature, wanted: str) -> str:
+def passed_of(feature: Feature, wanted: str) -> str:
     """Return how many tests of a feature passed on a version, for a table."""
     if wanted in feature.refused_on:
         return "refused"

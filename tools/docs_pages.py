@@ -120,7 +120,7 @@ def served() -> str:
             feature.name,
             feature.how,
             feature.test,
-            *(compatibility.tests_of(feature, name) for name in TESTED_VERSIONS),
+            *(compatibility.passed_of(feature, name) for name in TESTED_VERSIONS),
         )
         for feature in SERVED
     ]
