@@ -17,7 +17,6 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.engine.compatibility import NOT_TESTED
 from sgl_blend.engine.served import SERVED, Feature
 from sgl_blend.engine.versions import TESTED_VERSIONS
-from tools.test_versions import unpack
+from tools.test_versions import with_version
 
 ROOT = Path(__file__).parents[1]
 KEPT = ROOT / "benchmarks" / "results" / "compatibility.json"
@@ -46,10 +45,17 @@ def run(wanted: str, name: str, pytest_args: Sequence[str]) -> list[ET.Element]:
     report = ROOT / "build" / f"compatibility-{name}-{wanted}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    environment = ["env", f"EXPECT_SGLANG={wanted}"]
-    if wanted != version("sglang"):
-        environment.append(f"PYTHONPATH={unpack(wanted)}")
-    command = [*environment, sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"]
+    command = [
+        *with_version(wanted),
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+    ]
     subprocess.run([*command, f"--junitxml={report}", *pytest_args], cwd=ROOT)
     return list(ET.parse(report).getroot().iter("testcase"))
 

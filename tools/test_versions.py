@@ -32,6 +32,14 @@ def unpack(wanted: str) -> Path:
     return folder
 
 
+def with_version(wanted: str) -> list[str]:
+    """Return the beginning of a command line that runs tests against a version of SGLang."""
+    environment = ["env", f"EXPECT_SGLANG={wanted}"]
+    if wanted != version("sglang"):
+        environment.append(f"PYTHONPATH={unpack(wanted)}")
+    return environment
+
+
 def run_tests(wanted: str, pytest_args: Sequence[str]) -> tuple[int, int]:
     """Run the engine tests with one version.
 
@@ -41,9 +49,7 @@ def run_tests(wanted: str, pytest_args: Sequence[str]) -> tuple[int, int]:
     report = ROOT / "build" / f"test-sglang-{wanted}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    environment = ["env", f"EXPECT_SGLANG={wanted}"]
-    if wanted != version("sglang"):
-        environment.append(f"PYTHONPATH={unpack(wanted)}")
+    environment = with_version(wanted)
     # Other tests import what only the version of the lock file has.
     files = [str(path) for path in sorted(ROOT.glob("tests/test_*.py")) if MARK in path.read_text()]
     named = any(word.startswith("tests/") for word in pytest_args)
