@@ -45,7 +45,7 @@ def run(wanted: str, name: str, pytest_args: Sequence[str]) -> list[ET.Element]:
     report = ROOT / "build" / f"compatibility-{name}-{wanted}.xml"
     report.parent.mkdir(exist_ok=True)
     report.unlink(missing_ok=True)
-    options = "-q -n 2 --dist worksteal".split()
+    options = ["-q", "-n", "2", "--dist", "worksteal"]
     command = [*with_version(wanted), sys.executable, "-m", "pytest", *options]
     subprocess.run([*command, f"--junitxml={report}", *pytest_args], cwd=ROOT)
     return list(ET.parse(report).getroot().iter("testcase"))
