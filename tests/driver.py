@@ -151,9 +151,10 @@ class Driver:
         if state is not None and state.told:
             assert state.told == report, "the client is told something else than what was counted"
             _check_cached(req, report)
+        output_ids = list(req.output_ids_through_stop)  # verified drafts may reach beyond it
         return Answer(
-            output_ids=list(req.output_ids),
-            logprobs=tables,
+            output_ids=output_ids,
+            logprobs=tables[: len(output_ids)],
             input_logprobs=[float(x) for x in inputs if x is not None],
             report=report,
             finish=type(req.finished_reason).__name__,

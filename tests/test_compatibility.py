@@ -98,6 +98,18 @@ def test_the_flag_exists_and_setting_it_is_refused_by_name(
     assert str(caught.value).endswith(refusal.why)
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "ngram"])
+def test_only_drafts_without_a_model_are_served(
+    algorithm: str, parser: argparse.ArgumentParser
+) -> None:
+    args = parse(parser, "--speculative-algorithm", algorithm)
+    if algorithm == "ngram":
+        check_server_args(args)
+    else:
+        with pytest.raises(UnsupportedError, match="^--speculative-algorithm is not supported"):
+            check_server_args(args)
+
+
 @each_variable
 def test_the_variable_exists_and_setting_it_is_refused_by_name(
     refusal: Refusal, parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch

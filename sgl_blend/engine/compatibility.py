@@ -53,6 +53,11 @@ def _lends_adapters(args: Any) -> bool:
     return bool(getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None))
 
 
+def _drafts_with_a_model(args: Any) -> bool:
+    algorithm = getattr(args, "speculative_algorithm", None)
+    return bool(algorithm) and str(algorithm).upper() != "NGRAM"
+
+
 _ROWS_MEET = "experts on several ranks exchange rows by counts that blending changes"
 _KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 _NO_CHECKS = "it replaces the process in which requests are checked"
@@ -75,8 +80,9 @@ REFUSALS = (
     Refusal("--dcp-size", _above_one("dcp_size"), "rows are split over ranks"),
     Refusal(
         "--speculative-algorithm",
-        _is_set("speculative_algorithm"),
-        "the draft needs the hidden state of every row",
+        _drafts_with_a_model,
+        "EAGLE and MTP need the hidden state of every row, other models that draft were never tried; "
+        "NGRAM is served",
     ),
     Refusal(
         "--enable-lora-overlap-loading",

@@ -97,8 +97,9 @@ def is_idle_round(plan: Any) -> bool:
 
 
 def is_prefill(batch: ScheduleBatch | ForwardBatch) -> bool:
-    """Tell whether a batch computes prompts."""
-    return bool(batch.forward_mode.is_extend())
+    """Tell whether a batch computes prompts; drafts that the model verifies are none."""
+    mode = batch.forward_mode
+    return bool(mode.is_extend() and not mode.is_target_verify())
 
 
 def take_out(batch: ScheduleBatch, leaves: Callable[[Req], bool]) -> bool:

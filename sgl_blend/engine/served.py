@@ -64,6 +64,11 @@ SERVED = (
         refused_on=("0.5.17",),
     ),
     Feature(
+        "n-gram speculation (--speculative-algorithm NGRAM)",
+        "prompts are blended; the forwards that verify drafts are SGLang's own",
+        "tests/test_speculation.py, not run on a GPU yet",
+    ),
+    Feature(
         "vision models, prompts without an image",
         "text is blended; a forward with an image in it is SGLang's own, and counted",
         "tests/test_images.py, not with a real processor yet",

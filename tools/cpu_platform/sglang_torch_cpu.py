@@ -64,6 +64,10 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
         """Name the attention backend that needs nothing but torch."""
         return "torch_native"
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """Compile nothing: Inductor's C++ takes longer to build than tiny models to run."""
+        return "eager"
+
     def get_torch_profiler_activity_str(self) -> str:
         """Name what ``/start_profile`` may record here; SGLang asks every platform of a plugin."""
         return "CPU"
@@ -71,6 +75,12 @@ class TorchCpuPlatform(SRTPlatform, CpuDeviceMixin):  # type: ignore[misc]
     def get_torch_profiler_activity(self) -> Any:
         """Return what it is to torch."""
         return torch.profiler.ProfilerActivity.CPU
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        """Return what finds the slots of drafts."""
+        from torch_cpu_speculation import slots_of_drafts
+
+        return slots_of_drafts
 
     def init_backend(self) -> None:
         """Let SGLang's LoRA, which pins memory on any device, do without; SGLang calls this once."""
