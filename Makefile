@@ -9,6 +9,9 @@ TEST_PROCESSES ?= 2
 # A process that is done takes over the last tests of another; tests of one file share their engine.
 PARALLEL := -n $(TEST_PROCESSES) --dist worksteal
 
+# Hypothesis draws new cases; elsewhere it draws the same ones every time.
+SEARCH ?= --hypothesis-profile=search
+
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -27,8 +30,12 @@ $(READY): pyproject.toml
 else
 $(READY): requirements/cpu.lock pyproject.toml tools/cpu_platform/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-deps $(TORCH_PIP_ARGS)
-	$(PY) -m pip install --quiet --no-deps -r requirements/cpu.lock
+	-$(PY) -m pip install --quiet uv
+# Torch comes by pip, whose settings may name an index of CPU builds, and the rest beside it by uv, which
+# takes a minute where pip takes three. Where uv cannot, pip does.
+	$(PY) -m pip install --quiet --no-deps $(TORCH_PIP_ARGS) & torch=$$!; \
+	{ $(PY) -m uv pip install --quiet --compile-bytecode --python $(PY) --no-deps -r requirements/cpu.lock \
+	|| $(PY) -m pip install --quiet --no-deps -r requirements/cpu.lock; } && wait $$torch
 	$(PY) -m pip install --quiet --no-deps -e . -e tools/cpu_platform
 	echo "import torchvision_cpu_shim" > "$$($(PY) -c 'import site; print(site.getsitepackages()[0])')/torchvision_cpu_shim.pth"
 	touch $@
@@ -66,7 +73,7 @@ AGENT_ARGS ?=
 VERSIONS ?=
 
 test-versions: $(READY)
-	$(PY) tools/test_versions.py $(VERSIONS) -- $(PARALLEL) $(PYTEST_ARGS)
+	$(PY) tools/test_versions.py $(VERSIONS) -- $(PARALLEL) $(SEARCH) $(PYTEST_ARGS)
 
 SOAK_ARGS ?=
 
@@ -74,17 +81,18 @@ soak: $(READY)
 	$(PY) -m benchmarks.soak $(SOAK_ARGS)
 
 slow: $(READY)
-	$(PY) -m pytest -m slow $(PARALLEL) $(PYTEST_ARGS)
+	$(PY) -m pytest -m slow $(PARALLEL) $(SEARCH) $(PYTEST_ARGS)
 
 # The test model is so small that a second thread makes it slower.
 ONE_THREAD := OMP_NUM_THREADS=1
 EVAL_ARGS ?=
+VERIFY_ARGS ?=
 
 eval: $(READY)
 	$(ONE_THREAD) $(PY) -m examples.tinyrag.evaluate $(EVAL_ARGS)
 
 verify-demo: $(READY)
-	$(ONE_THREAD) $(PY) -m examples.tinyrag.verify_demo
+	$(ONE_THREAD) $(PY) -m examples.tinyrag.verify_demo $(VERIFY_ARGS)
 
 quality: $(READY)
 	$(ONE_THREAD) $(PY) -m benchmarks.quality --docs docs/quality.md --plot docs/quality.png

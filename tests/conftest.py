@@ -12,8 +12,11 @@ ROOT = Path(__file__).parents[1]
 # For examples/ and tools/, which tests import. Last, so that installed packages win.
 sys.path.append(str(ROOT))
 
-settings.register_profile("sgl_blend", deadline=None, print_blob=True)
-settings.load_profile("sgl_blend")
+# Hypothesis draws the same cases every time, so that a change is judged by what it changes. `make slow`
+# and `make test-versions` search on.
+settings.register_profile("same", deadline=None, derandomize=True, database=None)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile("same")
 
 # Raised while SGLang and what it imports are loaded; nothing of ours can avoid them.
 _FOREIGN_WARNINGS = (

@@ -47,7 +47,7 @@ ENGINE_ARGS: dict[str, Any] = {
     "mem_fraction_static": 0.3,
     "watchdog_timeout": 1e6,  # nobody steps an engine while another one is tested
     # For a GPU: tools/gpu_run.py.
-    **json.loads(os.environ.get("SGL_BLEND_TEST_ENGINE", "{}")),
+    **json.loads(os.environ.get("BLEND_TEST_ENGINE", "{}")),
 }
 
 

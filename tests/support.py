@@ -12,6 +12,12 @@ KERNEL_DTYPES = [
     torch.float16,
     pytest.param(torch.bfloat16, marks=pytest.mark.gpu),
 ]
+SINGLE_FIRST = [
+    torch.float32,
+    pytest.param(torch.float16, marks=pytest.mark.slow),
+    KERNEL_DTYPES[2],
+]
+"""The same, half precision with the slow tests: where it takes no path that other tests do not take."""
 
 
 def rms_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -162,13 +162,6 @@ def test_settings_without_enable_blend_are_refused(idle: dict[str, Any]) -> None
         BlendConfig.from_settings(idle)
 
 
-def test_a_block_model_is_not_compared_with_a_full_prefill() -> None:
-    block = {"enable_blend": True, "blend_policy": "block"}
-    with pytest.raises(ConfigError, match=r"^blend_canary_rate compares with a full prefill, "):
-        BlendConfig(**block, blend_canary_rate=0.1)
-    assert BlendConfig(**block).blend_canary_rate == 0
-
-
 def test_a_default_that_is_written_out_is_no_idle_setting() -> None:
     assert BlendConfig.from_settings({"blend_policy": "funnel"}) == BlendConfig()
 

@@ -21,7 +21,7 @@ from sgl_blend.kernels.ragged_attention_fixed_triton import (
 from sgl_blend.kernels.ragged_attention_tiles import TileShape
 from sgl_blend.kernels.ragged_attention_triton import TritonRagged, ragged_attention_triton
 from sgl_blend.tuning.kernel_choice import fixed_kernel
-from support import DEVICE, KERNEL_DTYPES, assert_as_good_as
+from support import DEVICE, SINGLE_FIRST, assert_as_good_as
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -55,7 +55,7 @@ def padded(q: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.cat([q, q.new_full((num_rows - len(q), *q.shape[1:]), torch.nan)])
 
 
-@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", SINGLE_FIRST, ids=str)
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize(
     ("counts", "num_rows"),

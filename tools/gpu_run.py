@@ -122,7 +122,7 @@ class Steps:
         # Graphs are of this kernel alone; a CPU has it not.
         self._triton = [] if tiny else ["--blend-arg=blend-attention=triton"]
         self._paper, self._long = ("300", "400") if tiny else ("paper", "16k")
-        self._engine = () if tiny else (("SGL_BLEND_TEST_ENGINE", json.dumps(CUDA_ENGINE)),)
+        self._engine = () if tiny else (("BLEND_TEST_ENGINE", json.dumps(CUDA_ENGINE)),)
 
     def of(self, call: int) -> list[Step]:
         """Return what a call consists of, in order."""

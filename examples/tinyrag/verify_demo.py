@@ -1,12 +1,14 @@
 """Verify the committed model, then see a build of the package refuse it whose keys turn backwards.
 
     make verify-demo
+    make verify-demo VERIFY_ARGS="--count 160"    # fewer prompts
 
 The sabotaged build is a copy of the package in which one sign of the rotation is flipped. Both builds
 then answer which of two statements is the latest, all chunks reused: what the refusal prevents. Exit
 status 0 if the model passes in the real build and is refused in the other.
 """
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -79,10 +81,17 @@ def sabotage(folder: Path) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--count", type=int, default=COUNT, help="prompts of each run (%(default)s)"
+    )
+    count = parser.parse_args().count
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         items, latest = folder / "held_out.jsonl", folder / "latest.jsonl"
-        write_items(items, make_held_out(SEED, COUNT))
+        write_items(items, make_held_out(SEED, count))
         write_items(latest, make_latest(SEED, 50, (LATEST_GAP, 10**6)))
         sabotage(folder)
         print("Two builds verify the model, beside each other.", flush=True)
