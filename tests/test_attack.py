@@ -118,6 +118,34 @@ def test_the_server_survives(servers: Servers, name: str, num_requests: int) -> 
     attack(servers, BLEND, drawn(CLASSES[name], name, num_requests, at_once), at_once)
 
 
+OTHERS = {
+    "drafts": ("llama", ("--speculative-algorithm", "NGRAM")),
+    "experts": ("qwen3-moe", ()),
+    "KV in 8 bit": ("llama", ("--kv-cache-dtype", "fp8_e4m3")),
+}
+"""Servers beside the usual one: kind of model, and further flags."""
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Servers, tuple[str, ...]]]:
+    kind, flags = OTHERS[request.param]
+    model = make_text_model(kind, tmp_path_factory.mktemp("model"))
+    started = Servers(model, tmp_path_factory.mktemp("servers"))
+    yield started, flags
+    started.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
+def test_other_servers_survive(other: tuple[Servers, tuple[str, ...]], name: str) -> None:
+    servers, flags = other
+    at_once = AT_ONCE.get(name, 1)
+    requests = drawn(CLASSES[name], name, SHORT_FORM, at_once)
+    attack(servers, (*BLEND, *flags), requests, at_once)
+
+
 def check_what_is_found(server: LiveServer) -> None:
     """Check the server, that it finds, that another tenant finds nothing, and that ratio 1 is exact."""
     server.check_unharmed()

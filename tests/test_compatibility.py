@@ -106,7 +106,7 @@ def test_only_drafts_without_a_model_are_served(
     if algorithm == "ngram":
         check_server_args(args)
     else:
-        with pytest.raises(UnsupportedError, match="^--speculative-algorithm is not supported"):
+        with pytest.raises(UnsupportedError, match=r"^--speculative-algorithm is not supported"):
             check_server_args(args)
 
 

@@ -5,10 +5,12 @@ Its tree is C++ and runs anywhere. Five functions around it exist for accelerato
 Sampling with a temperature is verified greedily, as on SGLang's own CPU engine.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -62,9 +64,21 @@ def _serve_ngram() -> None:
     for name in _MODULES:
         if find_spec(name) is not None:
             vars(import_module(name)).update(_FUNCTIONS, _is_cpu=True)
+    # KV moves with torch, and no kernel of Triton's is warmed for it; the pool does not exist yet.
     environ = import_module("sglang.srt.environ")
-    environ.envs.SGLANG_NATIVE_MOVE_KV_CACHE.set(True)  # with torch; the pool does not exist yet
+    environ.envs.SGLANG_NATIVE_MOVE_KV_CACHE.set(True)
+    pools = import_module("sglang.srt.mem_cache.memory_pool")
+    pools.MHATokenToKVPool._init_kv_copy_and_warmup = lambda self: None
+    _let_tree_compile()
     _verify_with_masks()
+
+
+def _let_tree_compile() -> None:
+    """Include what SGLang 0.5.17 forgets, and what its tree needs with recent compilers."""
+    package = import_module("sglang").__path__[0]
+    header = Path(package) / "kernels" / "jit" / "csrc" / "ngram_corpus" / "result.h"
+    if header.is_file() and "<cstddef>" not in header.read_text():
+        os.environ.setdefault("CXX", "c++ -include cstddef")
 
 
 def tree_of_mask(
