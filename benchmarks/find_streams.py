@@ -71,8 +71,16 @@ class Marked:
 # --- tokenizers ---------------------------------------------------------------------------------
 
 
-def make_tokenizer(split: str, folder: Path) -> Any:
-    """Train a tokenizer, or load the one that was trained; see SPLITS."""
+def make_tokenizer(
+    split: str, folder: Path, modules: Sequence[str] = (*MODULES, *MORE_MODULES)
+) -> Any:
+    """Train a tokenizer, or load the one that was trained; see SPLITS.
+
+    Args:
+        split: How text is split.
+        folder: Where it is, or is put.
+        modules: Of Python, whose help it learns from.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -91,7 +99,7 @@ def make_tokenizer(split: str, folder: Path) -> Any:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(map(render, (*MODULES, *MORE_MODULES)), trainer)
+        tokenizer.train_from_iterator(map(render, modules), trainer)
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             bos_token="<|bos|>",

@@ -34,6 +34,7 @@ def compile_kernels(
     )
 
 
+@pytest.mark.slow  # .ci/run runs it
 def test_default_configurations_of_common_models_do_not_spill(tmp_path: Path) -> None:
     done = compile_kernels(tmp_path, "--quick")
 

@@ -36,7 +36,8 @@ DOCUMENTS = [
 def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Chat, Any]]:
     made = {}
     for split in SPLITS:
-        tokenizer = make_tokenizer(split, tmp_path_factory.mktemp("tokenizers") / split)
+        folder = tmp_path_factory.mktemp("tokenizers") / split
+        tokenizer = make_tokenizer(split, folder, ("argparse", "pathlib", "socket"))
         made[split] = Chat(tokenizer), tokenizer
     return made
 

@@ -125,7 +125,7 @@ def _check_patterns(start_engine: StartEngine, setup: str, num_cases: int) -> No
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_l6_any_pattern_is_legal(start_engine: StartEngine, setup: str) -> None:
-    _check_patterns(start_engine, setup, 45)
+    _check_patterns(start_engine, setup, 30)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_every_nan_is_as_large_as_any_other() -> None:
 values = st.one_of(st.floats(0, width=32), st.sampled_from([0.0, 1.0, math.inf, math.nan]))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments=st.lists(st.lists(values, max_size=30), min_size=1, max_size=4), data=st.data())
 def test_any_scores_and_any_budgets(segments: list[list[float]], data: st.DataObject) -> None:
     lengths = [len(segment) for segment in segments]
@@ -155,7 +155,7 @@ def test_rows_that_are_no_candidates_stay(
         assert got == batch_by_sorting(scores.tolist(), rows.tolist(), segments)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(segments=st.lists(st.lists(values, max_size=20), min_size=1, max_size=4), data=st.data())
 def test_any_rows_stay_between_any_candidates(
     segments: list[list[float]], data: st.DataObject

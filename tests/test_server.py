@@ -336,6 +336,7 @@ def wait_for_canary(server: Server, num_picked: int) -> dict[str, Any]:
     raise AssertionError(f"{num_picked} requests were not compared: {canary}")
 
 
+@pytest.mark.slow  # .ci/run runs it
 def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path: Path) -> None:
     serve = Path(sys.executable).with_name("sglang")
     flags = ["--enable-blend", "--blend-when", "always"]
