@@ -119,7 +119,10 @@ def test_the_server_survives(servers: Servers, name: str, num_requests: int) -> 
 
 
 OTHERS = {
-    "drafts": ("llama", ("--speculative-algorithm", "NGRAM")),
+    "drafts": (
+        "llama",
+        ("--speculative-algorithm", "NGRAM", "--speculative-ngram-capacity", "10000"),
+    ),
     "experts": ("qwen3-moe", ()),
     "KV in 8 bit": ("llama", ("--kv-cache-dtype", "fp8_e4m3")),
 }

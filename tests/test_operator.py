@@ -30,7 +30,10 @@ SCHEDULES = {
         *("--blend-canary-rate", "1", "--blend-canary-max-kl", "1000"),
     ),
     "host tier": (*BLEND, *SMALL_STEPS, "--enable-hierarchical-cache"),
-    "drafts": (*BLEND, *SMALL_STEPS, "--speculative-algorithm", "NGRAM"),
+    "drafts": (
+        *(*BLEND, *SMALL_STEPS, "--speculative-algorithm", "NGRAM"),
+        *("--speculative-ngram-capacity", "10000"),
+    ),
 }
 SHORT_CHUNK, LONG_CHUNK = 2000, 4000
 QUESTION = 24

@@ -97,6 +97,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         *("--model-path", str(make_text_model("llama", folder))),
         *("--enable-blend", "--blend-when", "always", "--blend-check-layer", "1"),
         *("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8"),
+        *("--speculative-ngram-capacity", "10000"),
     ]
     running = start_server(command, folder / "log", Path(__file__).parents[1])
     yield running
