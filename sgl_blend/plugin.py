@@ -105,10 +105,9 @@ def _after_flag_values(
     result: ServerArgs, cls: type, args: argparse.Namespace, *rest: Any, **kwargs: Any
 ) -> None:
     try:
-        config = BlendConfig.from_settings(settings_from_flags(args))
+        config = BlendConfig.resolve(settings_from_flags(args))
         if not config.enable_blend:
             config = BlendConfig.from_env()
-        config = config.with_profile()
     except ConfigError as err:
         raise SystemExit(f"error: {err}") from None
     config.attach(result)
@@ -120,8 +119,7 @@ def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def server_args(**kwargs: Any) -> Any:
         settings = {name: kwargs.pop(name) for name in names if name in kwargs}
-        config = BlendConfig.from_settings(settings) if settings else BlendConfig.from_env()
-        config = config.with_profile()
+        config = BlendConfig.resolve(settings) if settings else BlendConfig.from_env()
         if config.enable_blend:
             check_hooks(allow_untested=config.blend_allow_untested)
         made = stock(**kwargs)

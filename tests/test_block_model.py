@@ -67,25 +67,28 @@ def engine(folder: Path) -> Iterator[Engine]:
     running.close()
 
 
-def test_a_preset_with_a_name_fills_in_what_was_left_at_its_default() -> None:
-    config = BlendConfig(enable_blend=True, blend_min_chunk_tokens=8, blend_preset="block")
+def test_a_preset_with_a_name_fills_in_what_was_not_given() -> None:
+    given = {"enable_blend": True, "blend_preset": "block"}
 
-    filled = config.with_profile()
+    filled = BlendConfig.resolve({**given, "blend_min_chunk_tokens": 32})
 
     assert (filled.blend_policy, filled.blend_recompute_ratio) == ("block", 0.0)
     assert (filled.blend_build_prefix, filled.blend_on_miss) == ("none", "build")
-    assert filled.blend_min_chunk_tokens == 8
-    alone = BlendConfig(enable_blend=True, blend_preset="block").with_profile()
-    assert alone.blend_min_chunk_tokens == 1
-    assert filled.with_profile() == filled
+    assert filled.blend_min_chunk_tokens == BlendConfig().blend_min_chunk_tokens == 32
+    assert BlendConfig.resolve(given).blend_min_chunk_tokens == 1
     with pytest.raises(ConfigError, match="blend_preset blocks: No such file"):
-        BlendConfig(enable_blend=True, blend_preset="blocks").with_profile()
+        BlendConfig.resolve({**given, "blend_preset": "blocks"})
+
+
+def test_a_preset_without_blending_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^blend_preset has no effect without enable_blend"):
+        BlendConfig.resolve({"blend_preset": "block"})
 
 
 def test_a_canary_has_nothing_to_compare_with() -> None:
-    config = BlendConfig(enable_blend=True, blend_preset="block", blend_canary_rate=0.1)
+    given = {"enable_blend": True, "blend_preset": "block", "blend_canary_rate": 0.1}
     with pytest.raises(ConfigError, match="blend_canary_rate compares with a full prefill"):
-        config.with_profile()
+        BlendConfig.resolve(given)
 
 
 def test_chunks_see_only_themselves_and_questions_see_all() -> None:

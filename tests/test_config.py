@@ -88,7 +88,7 @@ settings = st.fixed_dictionaries(
 def parse(*flags: str) -> BlendConfig:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_flags(parser)
-    return BlendConfig.from_settings(settings_from_flags(parser.parse_args(flags)))
+    return BlendConfig.resolve(settings_from_flags(parser.parse_args(flags)))
 
 
 def test_blending_is_off_by_default() -> None:
@@ -214,13 +214,13 @@ def test_every_setting_has_a_flag_with_a_help_text() -> None:
 
 
 def test_a_preset_is_still_known_by_its_former_name() -> None:
-    want = BlendConfig(enable_blend=True, blend_preset="p.json")
-    former = {"enable_blend": True, "blend_profile": "p.json"}
-    assert parse("--enable-blend", "--blend-profile", "p.json") == want
-    assert BlendConfig.from_settings(former) == want
+    former = {"enable_blend": True, "blend_profile": "block"}
+    want = BlendConfig.resolve({"enable_blend": True, "blend_preset": "block"})
+    assert parse("--enable-blend", "--blend-profile", "block") == want
+    assert BlendConfig.resolve(former) == want
     assert BlendConfig.from_env({ENV_VAR: json.dumps(former)}) == want
     with pytest.raises(ConfigError, match=r"^blend_profile is the former name of"):
-        BlendConfig.from_settings({**former, "blend_preset": "q.json"})
+        BlendConfig.resolve({**former, "blend_preset": "q.json"})
 
 
 def test_flags_settle_beside_sglangs_own_and_in_its_yaml_file(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_flags_settle_beside_sglangs_own_and_in_its_yaml_file(tmp_path: Path) ->
 
     merger = ConfigArgumentMerger(parser)
     argv = merger.merge_config_with_args(["--model-path", "m", "--config", str(file)])
-    config = BlendConfig.from_settings(settings_from_flags(parser.parse_args(argv)))
+    config = BlendConfig.resolve(settings_from_flags(parser.parse_args(argv)))
 
     assert config == BlendConfig(
         enable_blend=True, blend_recompute_ratio=0.3, blend_separator="<sep>"
@@ -312,23 +312,19 @@ PROFILE = Profile(
 END = b'"measured": {}, "quality": {"judged": false, "data": "", "digest": "", "prompts": 0}}'
 
 
-def test_a_profile_fills_in_what_was_left_at_its_default(tmp_path: Path) -> None:
+def test_a_profile_fills_in_what_was_not_given(tmp_path: Path) -> None:
+    preset = str(tmp_path / "p.json")
     PROFILE.save(tmp_path / "p.json")
-    config = BlendConfig(
-        enable_blend=True, blend_check_layer=3, blend_preset=str(tmp_path / "p.json")
-    )
+    flags = ("--enable-blend", "--blend-check-layer", "3", "--blend-preset", preset)
 
-    filled = config.with_profile()
+    filled = parse(*flags)
 
     assert (filled.blend_policy, filled.blend_recompute_ratio) == ("gradual", 0.1)
     assert filled.blend_check_layer == 3
-    assert filled.enable_blend
-    assert filled.with_profile() == filled
-
-
-def test_without_a_profile_nothing_changes() -> None:
-    config = BlendConfig(enable_blend=True, blend_recompute_ratio=0.3)
-    assert config.with_profile() is config
+    # What is given wins, also where it is the default.
+    default = BlendConfig().blend_policy
+    assert parse(*flags, "--blend-policy", default).blend_policy == default
+    assert BlendConfig.resolve(msgspec.to_builtins(filled)) == filled
 
 
 @pytest.mark.parametrize(
@@ -357,9 +353,8 @@ def test_a_profile_that_cannot_be_used_is_refused(
     path = tmp_path / "p.json"
     if content is not None:
         path.write_bytes(content)
-    config = BlendConfig(enable_blend=True, blend_preset=str(path))
     with pytest.raises(ConfigError, match=sentence):
-        config.with_profile()
+        BlendConfig.resolve({"enable_blend": True, "blend_preset": str(path)})
 
 
 def test_a_profile_of_another_model_is_refused() -> None:

@@ -152,7 +152,7 @@ def test_a_model_is_verified_and_its_profile_is_served(model_folder: Path, tmp_p
     saved = load_profile(str(profile))
     digest = hashlib.sha256(data.read_bytes()).hexdigest()
     assert saved.quality == Quality(judged=True, data="mine.jsonl", digest=digest, prompts=96)
-    config = BlendConfig(enable_blend=True, blend_preset=str(profile)).with_profile()
+    config = BlendConfig.resolve({"enable_blend": True, "blend_preset": str(profile)})
     assert config.blend_recompute_ratio == found["cheapest"]["ratio"]
 
 
@@ -173,7 +173,7 @@ def test_without_prompts_that_can_tell_nothing_is_judged(
     saved = load_profile(str(profile))
     assert (saved.quality.judged, saved.quality.data) == (False, "package")
     assert (saved.quality.prompts, saved.quality.digest) == (3, bundled_digest())
-    config = BlendConfig(enable_blend=True, blend_preset=str(profile)).with_profile()
+    config = BlendConfig.resolve({"enable_blend": True, "blend_preset": str(profile)})
     default = BlendConfig(enable_blend=True, blend_preset=str(profile))
     assert config == default
 

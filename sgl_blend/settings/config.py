@@ -54,8 +54,8 @@ _HELP = {
     "blend_learn_share": "With --blend-find learned: at most so many tokens are built in the "
     "background per token of clients' prompts, from 0 to 1.",
     "blend_preset": "Settings that belong to the model: a file that sgl-blend verify wrote for it, or "
-    f"{', '.join(PRESETS)}, for models that were trained with Block-Attention. Flags that are left at "
-    "their default are taken from it. A file of another model is refused.",
+    f"{', '.join(PRESETS)}, for models that were trained with Block-Attention. Flags that are not "
+    "given are taken from it. A file of another model is refused.",
     "blend_eval": "For evaluations only. Allow policies that prefill in full before they "
     "choose, such as oracle, and start even if the rotation of keys is not exact enough.",
     "blend_canary_rate": "Share of the blended requests, from 0 to 1, that is prefilled in full "
@@ -209,17 +209,6 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if getattr(self, field.name) != field.default
         ]
 
-    def with_profile(self) -> "BlendConfig":
-        """Take what was left at its default from the profile, if there is one.
-
-        Raises:
-            ConfigError: The file cannot be read, or holds settings that are not valid.
-        """
-        if self.blend_preset is None:
-            return self
-        mine = {name: getattr(self, name) for name in self._changed()}
-        return self.from_settings({**preset_settings(self.blend_preset), **mine})
-
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> "BlendConfig":
         """Check settings from any source.
@@ -239,6 +228,21 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"blend settings: {err}") from None
 
     @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> "BlendConfig":
+        """Check the settings that somebody gave, and take the others from the preset, if one is given.
+
+        A setting that is given wins over the preset, also where it is given at its default.
+
+        Raises:
+            ConfigError: As from_settings, or the preset cannot be read.
+        """
+        named = {FORMER_NAMES.get(name, name): value for name, value in given.items()}
+        preset = named.get("blend_preset")
+        if not named.get("enable_blend") or not isinstance(preset, str) or len(named) < len(given):
+            return cls.from_settings(given)
+        return cls.from_settings({**preset_settings(preset), **named})
+
+    @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "BlendConfig":
         """Read the JSON object in SGLANG_BLEND_CONFIG; an unset variable means the defaults.
 
@@ -251,7 +255,7 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             settings = msgspec.json.decode(environ.get(ENV_VAR, "{}"), type=dict[str, Any])
         except msgspec.DecodeError as err:
             raise ConfigError(f"{ENV_VAR}: {err}") from err
-        return cls.from_settings(settings)
+        return cls.resolve(settings)
 
     @classmethod
     def of(cls, server_args: object) -> "BlendConfig":
@@ -299,20 +303,23 @@ _KINDS = {int: int, float: float, float | None: float}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the server flags; only ``store`` actions, the ones SGLang's YAML ``--config`` knows."""
+    """Add the server flags; only ``store`` actions, the ones SGLang's YAML ``--config`` knows.
+
+    A flag that is not given leaves nothing in the namespace, so that a preset fills in only those.
+    """
     group = parser.add_argument_group("sgl-blend")
     for field in msgspec.structs.fields(BlendConfig):
         names = [field.name, *(old for old, name in FORMER_NAMES.items() if name == field.name)]
         flags = ["--" + name.replace("_", "-") for name in names]
         if field.type is bool:
-            group.add_argument(*flags, action="store_true", help=_HELP[field.name])
+            told: dict[str, Any] = {"action": "store_true"}
         else:
-            kind = _KINDS.get(field.type, str)
-            group.add_argument(*flags, type=kind, default=field.default, help=_HELP[field.name])
+            told = {"type": _KINDS.get(field.type, str)}
+        group.add_argument(*flags, **told, default=argparse.SUPPRESS, help=_HELP[field.name])
 
 
 def settings_from_flags(args: argparse.Namespace) -> dict[str, Any]:
-    """Collect the settings that add_flags put into a parsed namespace."""
+    """Collect the settings that were given by the flags of add_flags."""
     names = [field.name for field in msgspec.structs.fields(BlendConfig)]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
