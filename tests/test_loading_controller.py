@@ -1,5 +1,6 @@
 """The loading controller on the real engine: it loads what its formulas say."""
 
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +27,8 @@ QUESTION = random_tokens(99, 12)
 ROW_S, LEAST_ROWS = 1e-4, 100
 """Seconds that a row takes in a layer, as far as the controller knows; fewer rows take no less time."""
 LAYERS, CHECK = 4, 1
+PAGE = 16
+MODEL_TOKEN_BYTES = 1024
 RATIO = 0.15
 
 
@@ -105,18 +108,22 @@ def test_the_choice_flips_where_the_formulas_say(start_engine: StartEngine) -> N
     assert (True, False) in outcomes
 
 
-def _ask_storage_by_link(driver: Driver, bytes_per_s: float) -> Answer:
+def _ask_storage_by_link(driver: Driver, bytes_per_s: float) -> tuple[Answer, float]:
+    """Ask for chunks in storage that is so fast; return the answer and a token's stored bytes."""
     salt = f"storage {bytes_per_s}"
     _give_controller(driver, LinkSpeed(1e-5, 1e12), LinkSpeed(1e-5, 1e12))
     _store(driver, salt)
     driver.settle()
     driver.flush()
     _give_controller(driver, LinkSpeed(1e-5, 1e12), LinkSpeed(1e-4, bytes_per_s))
+    stored_bytes = (
+        host_token_bytes(driver.scheduler.tree_cache) * driver.runtime.storage._least_share
+    )
     # A machine that is busy reads a file in more than the 50 ms that a request waits for it.
     with patch("sgl_blend.scheduler.loading_controller.deadline_s", lambda expected_s: 60.0):
         (answer,) = driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION, salt=salt))
     driver.settle()
-    return answer
+    return answer, stored_bytes
 
 
 @NEEDS_NAMESPACES
@@ -125,9 +132,57 @@ def test_a_slow_store_is_not_asked(
     start_engine: StartEngine, bytes_per_s: float, hits: int
 ) -> None:
     engine = start_engine(**settings(page_size=16, hicache_storage_backend="file"))
-    report = engine.call(_ask_storage_by_link, bytes_per_s).report
+    report = engine.call(_ask_storage_by_link, bytes_per_s)[0].report
     assert report["chunk_hits"] == hits
     assert (report["storage_tokens"] > 0) == (hits > 0)
+
+
+def _predicted_of_storage(bytes_per_s: float, stored_bytes: float) -> tuple[int, ...]:
+    """Return which chunks are worth asking storage for, by the formulas alone.
+
+    Args:
+        bytes_per_s: Of storage.
+        stored_bytes: What a token takes there.
+    """
+    pages = [(len(SYSTEM) + len(chunk)) // PAGE * PAGE for chunk in CHUNKS]
+    shared = len(SYSTEM) // PAGE * PAGE  # the build prefix comes with the first
+    lacking = [pages[0], *(num_tokens - shared for num_tokens in pages[1:])]
+    chunks = [
+        Chunk(len(chunk), Place.STORAGE, round(num_tokens * stored_bytes))
+        for chunk, num_tokens in zip(CHUNKS, lacking, strict=True)
+    ]
+    prompt = Prompt(tuple(chunks), len(SYSTEM) + len(QUESTION))
+    links = Links(LinkSpeed(1e-5, 1e12), LinkSpeed(1e-4, bytes_per_s))
+    times = model_times(MODEL_TOKEN_BYTES)
+    return choose(prompt, times, links, Ratios(RATIO)).loaded
+
+
+def _flips(stored_bytes: float) -> list[float]:
+    """Return the bytes per second of storage at which the predicted choice becomes another."""
+    speeds = [stored_bytes * 1.02**exponent for exponent in range(700)]
+    choices = [_predicted_of_storage(speed, stored_bytes) for speed in speeds]
+    return [
+        (one * two) ** 0.5
+        for (one, before), (two, after) in pairwise(zip(speeds, choices, strict=True))
+        if before != after
+    ]
+
+
+@NEEDS_NAMESPACES
+def test_storage_is_asked_where_the_formulas_say(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings(page_size=PAGE, hicache_storage_backend="file"))
+    _, stored_bytes = engine.call(_ask_storage_by_link, 1e12)
+    flips = _flips(stored_bytes)
+    outcomes = []
+    for flip in flips:
+        for bytes_per_s in (0.85 * flip, 1.15 * flip):
+            answer, stored_bytes = engine.call(_ask_storage_by_link, bytes_per_s)
+            loaded = _predicted_of_storage(bytes_per_s, stored_bytes)
+            assert answer.report["chunk_hits"] == len(loaded), bytes_per_s
+            outcomes.append(len(loaded))
+    assert outcomes[0] == 0
+    assert outcomes[-1] == len(CHUNKS)
+    assert len(set(outcomes)) > 2, "it flips between some and none only"
 
 
 def _speeds(driver: Driver) -> tuple[dict[str, float], dict[str, int]]:
