@@ -17,6 +17,7 @@ from sgl_blend.engine.requests import (
     salt_of,
     set_received_ids,
     set_salt,
+    take_out,
 )
 from sgl_blend.errors import RequestError
 from sgl_blend.fallback import FallbackReason
@@ -97,9 +98,12 @@ class Intake:
             check_salt("extra_key", received_class(received))
             if self._pretends(received):
                 raise RequestError("extra_key ends with the id of an adapter")
-            if brings_images(received):
-                return self._plain(received, len(token_ids), FallbackReason.MULTIMODAL)
             overrides = parse_overrides(custom_params(received), self._config)
+            if brings_images(received):
+                if overrides.offsets is None and self._separator_id is not None:
+                    take_out(received, self._separator_id)
+                num_tokens = len(received_ids(received) or ())
+                return self._plain(received, num_tokens, FallbackReason.MULTIMODAL)
             prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
         except RequestError:
             # The tokenizer process answers these with 400. A request that came another way is

@@ -141,6 +141,7 @@ class Learner:
         ids, home = ids_of(tokens), search.home
         start = max(beginning(home, tokens), state.report.prefix_tokens)
         sample = self._sightings.sample(search.tenant, ids)
+        runs = self._sightings.find(sample, start)
         prompt = Prompt(
             tenant=search.tenant,
             tokens=ids,
@@ -151,10 +152,12 @@ class Learner:
                 for span in state.spans
                 if span.start in state.hit_starts
             ],
-            runs=self._sightings.find(sample, start),
+            runs=[run.span for run in runs],
+            came_again=self._sightings.come_again(runs),
         )
-        self._sightings.add(sample)
-        for chunk in self._lessons.choose(prompt):
+        lesson = self._lessons.study(prompt)
+        self._sightings.add(sample, lesson.new)
+        for chunk in lesson.chunks:
             self._build(
                 msgspec.structs.replace(home, tokens=tokens[chunk.start : chunk.stop].tobytes())
             )

@@ -125,6 +125,8 @@ OTHERS = {
     ),
     "experts": ("qwen3-moe", ()),
     "KV in 8 bit": ("llama", ("--kv-cache-dtype", "fp8_e4m3")),
+    "Block-Attention": ("llama", ("--blend-preset", "block")),
+    "images": ("mistral3", ()),
 }
 """Servers beside the usual one: kind of model, and further flags."""
 

@@ -106,16 +106,30 @@ def _ask_with_separator(driver: Driver, prompt: Prompt) -> Answer:
         driver.runtime.intake._separator_id = None
 
 
-def test_separators_before_an_image_stay_where_they_are(start_engine: StartEngine) -> None:
-    # SGLang's processor has noted where the image stands.
+def test_separators_are_taken_out_around_an_image(start_engine: StartEngine) -> None:
+    # SGLang's processor has noted where the image stands, which is another place without them.
     blending = start_engine("mistral3", chunked_prefill_size=-1)
     stock = start_engine("mistral3", enable_blend=None, chunked_prefill_size=-1)
-    prompt = Prompt([SYSTEM, [7], CHUNKS[0], [7], IMAGE, QUESTION])
+    marked = Prompt([SYSTEM, [7], CHUNKS[0], [7], IMAGE, [7], CHUNKS[1], [7], QUESTION])
+    plain = Prompt([SYSTEM, CHUNKS[0], IMAGE, CHUNKS[1], QUESTION])
 
-    got = blending.call(_ask_with_separator, prompt)
+    got = blending.call(_ask_with_separator, marked)
 
-    (want,), _ = stock.call(_ask, [5], [prompt], [])
-    assert got.report["prompt_tokens"] == len(prompt.tokens)
+    (want,), _ = stock.call(_ask, [5], [plain], [])
+    assert got.report["prompt_tokens"] == len(plain.tokens)
+    assert got.report["fallback"] == "multimodal"
+    assert largest_difference(got.logprobs[0], want.logprobs[0]) <= TOLERANCE
+
+
+def test_with_offsets_separators_are_tokens_like_others(start_engine: StartEngine) -> None:
+    blending = start_engine("mistral3", chunked_prefill_size=-1)
+    stock = start_engine("mistral3", enable_blend=None, chunked_prefill_size=-1)
+    segments = [SYSTEM, [7], CHUNKS[0], IMAGE, QUESTION]
+
+    got = blending.call(_ask_with_separator, Prompt(segments, [2]))
+
+    (want,), _ = stock.call(_ask, [5], [Prompt(segments)], [])
+    assert got.report["prompt_tokens"] == len(Prompt(segments).tokens)
     assert largest_difference(got.logprobs[0], want.logprobs[0]) <= TOLERANCE
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_blend.finding.fingerprints import WINDOW, WindowHash
-from sgl_blend.finding.sightings import Sightings
+from sgl_blend.finding.sightings import NewText, Sightings
 from sgl_blend.finding.spans import Span
 
 LEAST = 64
@@ -22,7 +22,7 @@ def add(log: Sightings, tokens: Tokens, tenant: str = "a") -> None:
 
 
 def find(log: Sightings, tokens: Tokens, tenant: str = "a", start: int = 0) -> list[Span]:
-    return log.find(log.sample(tenant, tokens), start)
+    return [run.span for run in log.find(log.sample(tenant, tokens), start)]
 
 
 def maximal_runs(prompt: list[int], earlier: list[int]) -> set[Span]:
@@ -60,7 +60,7 @@ def test_runs_are_those_that_a_search_of_all_places_finds(
     log = new_log()
     add(log, np.array(earlier, np.int32))
     sample = log.sample("a", np.array(prompt, np.int32))
-    runs = log.find(sample)
+    runs = [run.span for run in log.find(sample)]
     known = set(log.sample("a", np.array(earlier, np.int32)).fingerprints.tolist())
     sampled = {
         at
@@ -164,7 +164,7 @@ def test_a_forged_place_of_another_tenant_is_not_read() -> None:
     add(log, tokens, "a")
     mine = log.sample("a", tokens)
     forged = type(mine)("b", mine.tokens, mine.offsets, mine.fingerprints)
-    assert log.find(mine) == [(0, 500)]
+    assert log.find(mine) == [(Span(0, 500), 0)]
     assert log.find(forged) == []
 
 
@@ -180,7 +180,63 @@ def test_memory_is_bounded_and_the_oldest_are_forgotten() -> None:
     kept = [bool(find(log, prompt)) for prompt in prompts]
     assert kept == [False] * log.num_forgotten + [True] * len(log)
     assert log.num_tokens == sum(len(prompt) for prompt in prompts[-len(log) :])
-    assert log.num_tokens > 0.8 * 100_000 / 9
+    assert log.num_tokens > 0.8 * 100_000 / 11
+
+
+def come_again(log: Sightings, tokens: Tokens, tenant: str = "a") -> dict[int, int]:
+    return dict(log.come_again(log.find(log.sample(tenant, tokens))))
+
+
+def add_new(log: Sightings, tokens: Tokens, *new: NewText, tenant: str = "a") -> None:
+    log.add(log.sample(tenant, tokens), new)
+
+
+def test_new_text_is_counted_once_when_it_comes_again() -> None:
+    log = new_log()
+    one, two = random_tokens(1, 300), random_tokens(2, 300)
+    both = np.concatenate([one, two])
+    add_new(log, both, NewText(Span(0, 200), 7), NewText(Span(300, 600), 9))
+    assert come_again(log, one) == {7: 200}
+    assert come_again(log, one) == {}
+    part = two[50:250]
+    assert come_again(log, part) == {9: 200}
+    add(log, part)  # nothing of it is new
+    assert come_again(log, two) == {9: 100}
+    assert come_again(log, both) == {}
+
+
+def test_labels_are_those_of_the_prompt_that_stands_there_now() -> None:
+    log = new_log(0.01)  # two prompts
+    prompts = [random_tokens(seed, 300) for seed in range(9)]
+    for number, prompt in enumerate(prompts):
+        new = [NewText(Span(0, 300), 1 + number)] if number % 2 else []
+        add_new(log, prompt, *new)
+        if number % 3 == 0:
+            assert come_again(log, prompt) == ({1 + number: 300} if new else {})
+    assert come_again(log, prompts[0]) == {}
+    assert come_again(log, prompts[-1]) == {}
+    assert come_again(log, prompts[-2]) == {8: 300}
+
+
+def test_what_is_longer_than_the_log_is_cut() -> None:
+    log = new_log(0.01)
+    tokens = random_tokens(1, 2_000)
+    add_new(log, tokens, NewText(Span(0, 2_000), 3))
+    assert come_again(log, tokens) == {3: 909}
+
+
+def test_labels_are_forgotten_with_their_tenant() -> None:
+    log = new_log()
+    tokens = random_tokens(1, 300)
+    add_new(log, tokens, NewText(Span(0, 300), 5))
+    add_new(log, tokens, NewText(Span(0, 300), 6), tenant="b")
+    log.forget("a")
+    assert not log._labels[:300].any()
+    assert come_again(log, tokens) == {}
+    assert come_again(log, tokens, "b") == {6: 300}
+    add_new(log, tokens, NewText(Span(0, 300), 5))
+    log.clear()
+    assert not log._labels.any()
 
 
 def test_many_short_prompts_are_bounded_too() -> None:

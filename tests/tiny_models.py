@@ -4,6 +4,7 @@ Weights are drawn wide (initializer_range 0.2): with the usual 0.02 the logits h
 attention, and wrong KV would go unseen.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -221,9 +222,11 @@ def make_slim_model(folder: Path) -> Path:
 
 
 def make_text_model(kind: str, folder: Path) -> Path:
-    """Make a model that also reads and writes text; return its folder."""
+    """Make a model that also reads and writes text, and images if it can; return its folder."""
     path = make_model(kind, folder)
     _add_tokenizer(path)
+    if kind in WITH_IMAGES:
+        _add_image_processor(path)
     return path
 
 
@@ -253,3 +256,28 @@ def _add_tokenizer(path: Path) -> None:
             "{% endif %}{{ m.content }}{% endfor %}<|bot|>"
         ),
     ).save_pretrained(path)
+
+
+def _add_image_processor(path: Path) -> None:
+    """Give a model folder what turns an image into pixels, and tokens for where they stand."""
+    if (path / "processor_config.json").is_file():
+        return
+    from transformers import AutoTokenizer, PixtralImageProcessor, PixtralProcessor
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    names = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    side = VISION["image_size"]
+    PixtralProcessor(
+        PixtralImageProcessor(
+            size={"longest_edge": side},
+            patch_size={"height": VISION["patch_size"], "width": VISION["patch_size"]},
+        ),
+        tokenizer,
+        patch_size=VISION["patch_size"],
+        spatial_merge_size=2,
+        chat_template=tokenizer.chat_template,
+    ).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config["image_token_index"] = tokenizer.convert_tokens_to_ids(names[0])
+    (path / "config.json").write_text(json.dumps(config))

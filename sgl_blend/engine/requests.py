@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -112,6 +113,31 @@ def received_ids(received: Received) -> array[int] | None:
 def brings_images(received: Received) -> bool:
     """Tell whether a request on its way has images, whose places in the prompt are fixed."""
     return received.mm_inputs is not None
+
+
+def take_out(received: Received, token_id: int) -> None:
+    """Take all tokens of one id out of a prompt with images, and tell SGLang where these stand now.
+
+    The places that a client named for log-probabilities stay as they are, as without images.
+    """
+    ids = received.input_ids
+    if ids is None or token_id not in ids:
+        return
+    gone = [place for place, one in enumerate(ids) if one == token_id]
+    received.input_ids = array(ids.typecode, (one for one in ids if one != token_id))
+    images = received.mm_inputs
+    for item in images.mm_items:
+        if item.offsets is not None:
+            item.offsets = [
+                tuple(place - bisect_left(gone, place) for place in ends) for ends in item.offsets
+            ]
+    for name in ("input_ids", "padded_input_ids"):
+        twin = getattr(
+            images, name, None
+        )  # the prompt once more, before or after images are marked
+        if twin is not None:
+            kept = [one for place, one in enumerate(twin) if ids[place] != token_id]
+            setattr(images, name, kept)
 
 
 def set_received_ids(received: Received, token_ids: array[int]) -> None:

@@ -71,7 +71,7 @@ SERVED = (
     Feature(
         "vision models, prompts without an image",
         "text is blended; a forward with an image in it is SGLang's own, and counted",
-        "tests/test_images.py, not with a real processor yet",
+        "tests/test_images.py, tests/test_images_server.py",
         refused_on=("0.5.23",),
     ),
     Feature(

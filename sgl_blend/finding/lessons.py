@@ -1,15 +1,16 @@
-"""Which text becomes a chunk: runs that were seen before, and messages of a role that comes again.
+"""Which text becomes a chunk: runs that were seen before, and new text where most comes again.
 
 A run is learned unless one piece served it already. It begins at the strongest border among its first
 tokens, because what stands before it differs from prompt to prompt. It is split where messages begin,
 and then by length.
 
-Some messages come back as a whole, files that an agent has read for example. For each header of
-messages it is counted how many of the last ones had been seen from their start. Where at least half
-had, messages with that header are learned at first sight.
+Most text of some messages comes back, such as documents that were retrieved. Where at least half of a
+role's new text came again later, its new text is learned at first sight. Some messages come back as a
+whole, such as files that an agent has read. Where at least half of a role's last messages did, one that
+did not is learned as a whole.
 """
 
-from collections import OrderedDict, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,13 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_blend.finding.borders import HEADER, Border, Strengths
+from sgl_blend.finding.roles import Roles
+from sgl_blend.finding.sightings import NewText
 from sgl_blend.finding.spans import Span, num_shared
 
 _SNAP = 16
 """Tokens at the beginning of a run among which it may begin."""
-_COUNTED = 64
-"""Last messages of a role that are counted."""
-_FEWEST_COUNTED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Prompt:
         start: Tokens in front that an exact prefix served.
         served: Pieces that were served by chunks, ascending and disjoint.
         runs: What an earlier prompt of the tenant holds, ascending and disjoint.
+        came_again: Tokens of the runs that were new when they came last, by the label of their role.
     """
 
     tenant: str
@@ -60,6 +61,20 @@ class Prompt:
     start: int
     served: Sequence[Span]
     runs: Sequence[Span]
+    came_again: Counter[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a prompt teaches.
+
+    Attributes:
+        chunks: What to learn: disjoint, ascending.
+        new: What no earlier prompt of the tenant holds, ascending, with the label of its role.
+    """
+
+    chunks: list[Span]
+    new: list[NewText]
 
 
 class Lessons:
@@ -68,32 +83,37 @@ class Lessons:
     Args:
         least: Tokens of the shortest chunk.
         most: Tokens of the longest one.
-        most_roles: Headers that are counted, of all tenants; what was not seen for longest goes first.
+        most_roles: Headers of messages that are counted, of all tenants.
     """
 
     def __init__(self, *, least: int = 64, most: int = 1_024, most_roles: int = 4_096) -> None:
         self._least = least
         self._most = most
-        self._most_roles = most_roles
-        self._roles: OrderedDict[tuple[str, bytes], deque[bool]] = OrderedDict()
+        self._roles = Roles(most_roles)
 
-    def choose(self, prompt: Prompt) -> list[Span]:
-        """Choose the chunks to learn from a prompt, and count its messages.
+    def study(self, prompt: Prompt) -> Lesson:
+        """Choose the chunks to learn from a prompt, and count what was new and what came again.
 
         Returns:
-            Disjoint, ascending, of ``least`` to ``most`` tokens each.
+            Chunks of ``least`` to ``most`` tokens, and the new text.
         """
-        whole = self._at_first_sight(prompt)
-        chunks = [chunk for span in whole for chunk in self.split(span, prompt.strengths)]
-        learned = list(chunks)
+        tenant, strengths = prompt.tenant, prompt.strengths
+        messages = find_messages(prompt.tokens, strengths, self._least)
+        new = self._find_new(prompt, messages)
+        self._roles.count_again(tenant, prompt.came_again)
+        whole = self._whole(prompt, messages)
+        chunks = [chunk for span in whole for chunk in self.split(span, strengths)]
         for run in prompt.runs:
-            for chunk in self.split(run, prompt.strengths):
+            for chunk in self.split(run, strengths):
                 # A message that is learned as a whole serves its parts too.
-                if any(num_shared(chunk, other) for other in chunks):
-                    continue
-                if not is_served(chunk, prompt.served, self._least):
-                    learned.append(chunk)
-        return sorted(learned)
+                if not _touches(chunk, whole) and not is_served(chunk, prompt.served, self._least):
+                    chunks.append(chunk)
+        for text in new:
+            role = self._roles.labelled(text.label, tenant)
+            if role is not None and role.comes_again and not _touches(text.span, whole):
+                chunks += self.split(text.span, strengths)
+        self._roles.count_new(tenant, new)
+        return Lesson(sorted(chunks), new)
 
     def split(self, span: Span, strengths: Strengths) -> list[Span]:
         """Cut a stretch of text into chunks.
@@ -120,8 +140,7 @@ class Lessons:
 
     def forget(self, tenant: str) -> None:
         """Forget the counts of a tenant."""
-        for role in [role for role in self._roles if role[0] == tenant]:
-            del self._roles[role]
+        self._roles.forget(tenant)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -147,28 +166,30 @@ class Lessons:
             chunks.append(Span(start, span.stop))
         return chunks
 
-    def _at_first_sight(self, prompt: Prompt) -> list[Span]:
-        """Count the messages; return those that are learned though they were not seen before."""
+    def _find_new(self, prompt: Prompt, messages: Iterable[Message]) -> list[NewText]:
+        seen = sorted([*prompt.served, *prompt.runs])
+        found = []
+        for message in messages:
+            begin = max(message.span.start, prompt.start)
+            gaps = gaps_between(seen, Span(begin, message.span.stop), self._least)
+            if gaps:
+                label = self._roles.of(prompt.tenant, message.header).label
+                found += [NewText(gap, label) for gap in gaps]
+        return found
+
+    def _whole(self, prompt: Prompt, messages: Iterable[Message]) -> list[Span]:
+        """Count which messages had come before; return those that did not, though most of a role do."""
         seen = [*prompt.served, *prompt.runs]
         chosen = []
-        for message in find_messages(prompt.tokens, prompt.strengths, self._least):
+        for message in messages:
             if message.span.start < prompt.start:
                 continue
-            came = _was_seen(message.span, seen)
-            last = self._last(prompt.tenant, message.header)
-            is_likely = len(last) >= _FEWEST_COUNTED and 2 * sum(last) >= len(last)
-            if is_likely and not came:
+            came = _had_come(message.span, seen)
+            role = self._roles.of(prompt.tenant, message.header)
+            if role.comes_as_a_whole and not came:
                 chosen.append(message.span)
-            last.append(came)
+            role.last.append(came)
         return chosen
-
-    def _last(self, tenant: str, header: bytes) -> deque[bool]:
-        role = tenant, header
-        if role not in self._roles and len(self._roles) == self._most_roles:
-            self._roles.popitem(last=False)
-        last = self._roles.setdefault(role, deque(maxlen=_COUNTED))
-        self._roles.move_to_end(role)
-        return last
 
 
 def is_served(chunk: Span, pieces: Iterable[Span], least: int) -> bool:
@@ -184,6 +205,27 @@ def is_served(chunk: Span, pieces: Iterable[Span], least: int) -> bool:
     shared = [num_shared(chunk, piece) for piece in pieces]
     rest = chunk.num_tokens - sum(shared)
     return rest < least and 3 * max(shared, default=0) >= chunk.num_tokens
+
+
+def gaps_between(seen: Iterable[Span], span: Span, least: int) -> list[Span]:
+    """Return what of a span lies in none of these stretches.
+
+    Args:
+        seen: Ascending; they may overlap.
+        span: Where to look.
+        least: Tokens of the shortest gap that counts.
+    """
+    gaps = []
+    begin = span.start
+    for stretch in seen:
+        if stretch.start >= span.stop:
+            break
+        if stretch.start - begin >= least:
+            gaps.append(Span(begin, stretch.start))
+        begin = max(begin, stretch.stop)
+    if span.stop - begin >= least:
+        gaps.append(Span(begin, span.stop))
+    return gaps
 
 
 def find_messages(
@@ -233,9 +275,13 @@ def _message_starts(strengths: Strengths, span: Span) -> list[int]:
     ]
 
 
-def _was_seen(message: Span, seen: Iterable[Span]) -> bool:
+def _had_come(message: Span, seen: Iterable[Span]) -> bool:
     """Return whether at least half of a message was seen, from its start on."""
     return any(
         run.start <= message.start + _SNAP and 2 * num_shared(run, message) >= message.num_tokens
         for run in seen
     )
+
+
+def _touches(span: Span, others: Iterable[Span]) -> bool:
+    return any(num_shared(span, other) for other in others)

@@ -5,15 +5,20 @@ sampled fingerprints are looked up, the tokens behind are compared, and the run 
 sides as far as the texts agree. Which fingerprints are sampled depends on the text alone, so the same
 text gives the same. Text whose period is at most 8 tokens has no samples and is never found.
 
+Each token of the log has a label: which kind of new text it is, 0 for text that had come before. When
+new text comes again for the first time, its tokens are counted by their labels, which end with that. So
+it is known which kinds of new text come again.
+
 A tenant's name is mixed into its fingerprints, and every place knows whose it is. Tokens of one
 tenant are never compared with another's.
 """
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +39,10 @@ _TOKENS_PER_PROMPT = 256
 """Of shorter prompts the log holds no more than of prompts of that length."""
 _BYTES_PER_PROMPT = 256
 """What Python keeps for a prompt."""
-_BYTES_PER_TOKEN = 4 + 16 * _WAYS / _TOKENS_PER_BUCKET + _BYTES_PER_PROMPT / _TOKENS_PER_PROMPT
+_BYTES_PER_TOKEN = 6 + 16 * _WAYS / _TOKENS_PER_BUCKET + _BYTES_PER_PROMPT / _TOKENS_PER_PROMPT
 _NOWHERE = -1
+MOST_LABELS = np.iinfo(np.uint16).max
+"""The largest label of a kind of new text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,30 @@ class Sample:
     tokens: Tokens
     offsets: Indices
     fingerprints: Fingerprints
+
+
+class NewText(NamedTuple):
+    """A stretch of a prompt that no earlier one holds.
+
+    Attributes:
+        span: In the prompt.
+        label: Of its kind, from 1 to MOST_LABELS.
+    """
+
+    span: Span
+    label: int
+
+
+class Run(NamedTuple):
+    """A stretch of a prompt that an earlier one holds.
+
+    Attributes:
+        span: In the prompt.
+        place: Where its first token stands on the log's endless count of tokens.
+    """
+
+    span: Span
+    place: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +118,7 @@ class Sightings:
         self._capacity = capacity
         self._most_prompts = capacity // _TOKENS_PER_PROMPT
         self._tokens = np.zeros(capacity, np.int32)
+        self._labels = np.zeros(capacity, np.uint16)
         num_buckets = max(1, capacity // _TOKENS_PER_BUCKET)
         self._known = np.zeros((num_buckets, _WAYS), np.uint64)
         self._places = np.full((num_buckets, _WAYS), _NOWHERE, np.int64)
@@ -96,7 +128,8 @@ class Sightings:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tables."""
-        return self._tokens.nbytes + self._known.nbytes + self._places.nbytes
+        tables = (self._tokens, self._labels, self._known, self._places)
+        return sum(table.nbytes for table in tables)
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -109,6 +142,7 @@ class Sightings:
     def clear(self) -> None:
         """Forget everything, tokens included."""
         self._tokens[:] = 0
+        self._labels[:] = 0
         self._known[:] = 0
         self._places[:] = _NOWHERE
         self._prompts: list[_Prompt] = []
@@ -121,6 +155,7 @@ class Sightings:
         for prompt in self._prompts:
             if prompt.tenant == tenant:
                 self._read(prompt.span)[:] = 0
+                self._labels_of(prompt.span)[:] = 0
         self._prompts = kept
         self._begins = [prompt.span.start for prompt in kept]
         self._held = sum(prompt.span.num_tokens for prompt in kept)
@@ -137,7 +172,7 @@ class Sightings:
         offsets = sample_offsets(fingerprints)
         return Sample(tenant, tokens.astype(np.int32), offsets, fingerprints[offsets])
 
-    def find(self, sample: Sample, start: int = 0) -> list[Span]:
+    def find(self, sample: Sample, start: int = 0) -> list[Run]:
         """Find what a prompt shares with earlier ones of its tenant.
 
         Args:
@@ -151,27 +186,49 @@ class Sightings:
         bucket = self._bucket(sample.fingerprints)
         row, way = np.nonzero(self._known[bucket] == sample.fingerprints[:, None])
         places = self._places[bucket[row], way]
-        runs: list[Span] = []
-        done, best, best_offset = start, Span(start, start), -1
+        runs: list[Run] = []
+        done, best, best_offset = start, _no_run(start), -1
         for offset, place in zip(sample.offsets[row].tolist(), places.tolist(), strict=True):
             if offset < done:
                 continue
             if offset != best_offset:
-                if best.num_tokens >= self._least:
+                if best.span.num_tokens >= self._least:
                     runs.append(best)
-                    done = best.stop
-                best, best_offset = Span(done, done), offset
+                    done = best.span.stop
+                best, best_offset = _no_run(done), offset
                 if offset < done:
                     continue
             run = self._extend(sample, offset, place, done)
-            if run.num_tokens > best.num_tokens:
+            if run.span.num_tokens > best.span.num_tokens:
                 best = run
-        if best.num_tokens >= self._least:
+        if best.span.num_tokens >= self._least:
             runs.append(best)
         return runs
 
-    def add(self, sample: Sample) -> None:
-        """Remember a prompt. Of one that is longer than the log, the beginning."""
+    def come_again(self, runs: Iterable[Run]) -> Counter[int]:
+        """Count new text that these runs show for the first time since; it is not new any more.
+
+        Args:
+            runs: As find() gave them; nothing was added since.
+
+        Returns:
+            Tokens by their label.
+        """
+        counts: Counter[int] = Counter()
+        for run in runs:
+            labels = self._labels_of(Span(run.place, run.place + run.span.num_tokens))
+            kinds, sizes = np.unique(labels[labels > 0], return_counts=True)
+            counts.update(dict(zip(kinds.tolist(), sizes.tolist(), strict=True)))
+            labels[:] = 0
+        return counts
+
+    def add(self, sample: Sample, new: Iterable[NewText] = ()) -> None:
+        """Remember a prompt. Of one that is longer than the log, the beginning.
+
+        Args:
+            sample: Of the prompt.
+            new: What of it no earlier prompt holds.
+        """
         tokens = sample.tokens[: self._capacity]
         if len(tokens) < self._least:
             return
@@ -185,6 +242,10 @@ class Sightings:
         self._begins.append(begin)
         self._held += len(tokens)
         self._read(span)[:] = tokens
+        labels = self._labels_of(span)
+        labels[:] = 0
+        for text in new:
+            labels[text.span.start : text.span.stop] = text.label
         # Of a window that comes again in one prompt, the first: most can follow it.
         inside = sample.offsets < len(tokens)
         new, first = np.unique(sample.fingerprints[inside], return_index=True)
@@ -224,21 +285,28 @@ class Sightings:
         first = span.start % self._capacity
         return self._tokens[first : first + span.num_tokens]
 
-    def _extend(self, sample: Sample, offset: int, place: int, done: int) -> Span:
+    def _labels_of(self, span: Span) -> NDArray[np.uint16]:
+        """Return a view of labels in the log."""
+        first = span.start % self._capacity
+        return self._labels[first : first + span.num_tokens]
+
+    def _extend(self, sample: Sample, offset: int, place: int, done: int) -> Run:
         """Return the run around an offset that a place of the log may hold; empty if it does not."""
         number = bisect_right(self._begins, place) - 1
         if number < 0:
-            return Span(offset, offset)
+            return _no_run(offset)
         earlier = self._prompts[number]
         if earlier.tenant != sample.tenant or place >= earlier.span.stop:
-            return Span(offset, offset)
+            return _no_run(offset)
         tokens = sample.tokens
         right = _count_equal(self._read(Span(place, earlier.span.stop)), tokens[offset:])
         reach = min(place - earlier.span.start, offset - done)
         left = _count_equal(
             self._read(Span(place - reach, place))[::-1], tokens[offset - reach : offset][::-1]
         )
-        return Span(offset - left, offset + right) if right else Span(offset, offset)
+        if not right:
+            return _no_run(offset)
+        return Run(Span(offset - left, offset + right), place - left)
 
     def check(self) -> None:
         """Hold what must always be true.
@@ -254,6 +322,10 @@ class Sightings:
         assert not spans or spans[0].start >= self._next - self._capacity
         held = Counter(self._known[self._places >= 0].tolist())
         assert max(held.values(), default=0) <= _OCCURRENCES
+
+
+def _no_run(offset: int) -> Run:
+    return Run(Span(offset, offset), _NOWHERE)
 
 
 def _count_equal(one: Tokens, other: Tokens) -> int:
