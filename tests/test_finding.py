@@ -301,7 +301,7 @@ def test_a_candidate_that_vanished_is_computed(start_engine: StartEngine) -> Non
 def _break_the_learner(driver: Driver) -> tuple[Answer, dict[str, Any], int]:
     begin(driver)
     learner = driver.runtime.learner
-    with patch.object(learner._lessons, "choose", side_effect=RuntimeError("a bug")):
+    with patch.object(learner._lessons, "study", side_effect=RuntimeError("a bug")):
         answer = ask(driver, unmarked(0))
     ask(driver, unmarked(0, seed=2))
     found = ask(driver, unmarked(0, seed=3)).report["found_tokens"]
