@@ -156,7 +156,7 @@ class Learner:
             came_again=self._sightings.come_again(runs),
         )
         lesson = self._lessons.study(prompt)
-        self._sightings.add(sample, lesson.new)
+        self._sightings.add(sample, lesson.new, start)
         for chunk in lesson.chunks:
             self._build(
                 msgspec.structs.replace(home, tokens=tokens[chunk.start : chunk.stop].tobytes())

@@ -325,6 +325,10 @@ def test_a_profile_fills_in_what_was_not_given(tmp_path: Path) -> None:
     default = BlendConfig().blend_policy
     assert parse(*flags, "--blend-policy", default).blend_policy == default
     assert BlendConfig.resolve(msgspec.to_builtins(filled)) == filled
+    with pytest.raises(ConfigError, match=r"^blend_policy has no effect without enable_blend"):
+        parse("--blend-policy", default)
+    with pytest.raises(ConfigError, match=r"blend_preset a\x00b"):
+        parse("--enable-blend", "--blend-preset", "a\x00b")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from sparse_path import TOLERANCE
 from tiny_models import IMAGE_TOKEN, VISION, class_of
 
 from sgl_blend.engine.compatibility import NOT_TESTED
+from sgl_blend.engine.requests import take_out
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -131,6 +132,60 @@ def test_with_offsets_separators_are_tokens_like_others(start_engine: StartEngin
     (want,), _ = stock.call(_ask, [5], [Prompt(segments)], [])
     assert got.report["prompt_tokens"] == len(Prompt(segments).tokens)
     assert largest_difference(got.logprobs[0], want.logprobs[0]) <= TOLERANCE
+
+
+def _with_failed_image(driver: Driver, prompt: Prompt) -> str:
+    """Hand over a request whose image SGLang could not read; return how it ended."""
+    from sglang.srt.managers.io_struct import MMInputsProcessError
+
+    received = driver.receive(prompt)
+    received.input_ids = array("q", prompt.tokens)
+    received.mm_inputs = MMInputsProcessError("no memory to share")
+    driver.runtime.intake._separator_id = 7
+    try:
+        req = driver.hand_over(received)
+    finally:
+        driver.runtime.intake._separator_id = None
+    message: str = (req.finished_reason or req.to_finish).message
+    return message
+
+
+@pytest.mark.skipif(version("sglang") == "0.5.17", reason="a later SGLang reports such images")
+def test_an_image_that_failed_ends_its_request_alone(start_engine: StartEngine) -> None:
+    engine = start_engine("mistral3", chunked_prefill_size=-1)
+    prompt = Prompt([SYSTEM, [7], CHUNKS[0], [7], QUESTION])
+    assert "no memory to share" in engine.call(_with_failed_image, prompt)
+    engine.ask(rag_prompt(SYSTEM, [CHUNKS[0]], QUESTION))
+
+
+def _taken_out(driver: Driver) -> Any:
+    from sglang.srt.managers.schedule_batch import (
+        Modality,
+        MultimodalDataItem,
+        MultimodalProcessorOutput,
+    )
+
+    tokens = [7, 1, 50, 50, 7, 7, 2, 51, 3, 7]
+    offsets = [[(2, 3)], [(7, 7)], None]
+    received = driver.receive(Prompt([tokens]))
+    received.input_ids = array("q", tokens)
+    received.mm_inputs = MultimodalProcessorOutput(
+        mm_items=[MultimodalDataItem(modality=Modality.IMAGE, offsets=one) for one in offsets]
+    )
+    received.mm_inputs.input_ids = tokens[:-1]  # no twin of the prompt
+    received.mm_inputs.padded_input_ids = [7, 1, 900, 900, 7, 7, 2, 901, 3, 7]
+    take_out(received, 7)
+    images = received.mm_inputs
+    places = [item.offsets for item in images.mm_items]
+    return received.input_ids.tolist(), places, images.input_ids, images.padded_input_ids
+
+
+def test_places_of_images_move_with_what_is_taken_out(start_engine: StartEngine) -> None:
+    ids, places, other, padded = start_engine("mistral3", chunked_prefill_size=-1).call(_taken_out)
+    assert ids == [1, 50, 50, 2, 51, 3]
+    assert places == [[(1, 2)], [(4, 4)], None]
+    assert padded == [1, 900, 900, 2, 901, 3]
+    assert other == [7, 1, 50, 50, 7, 7, 2, 51, 3]
 
 
 def test_text_is_blended_after_images_were_there(start_engine: StartEngine) -> None:

@@ -31,24 +31,28 @@ def ask(driver: Driver, prompt: Prompt) -> Answer:
     return answer
 
 
-def _second_sight(driver: Driver, come_again: bool) -> tuple[Answer, Answer]:
+def _second_sight(driver: Driver, come_again: bool, turns: int) -> tuple[Answer, Answer]:
     """Show documents that come again or not; then two new ones, and one of them again."""
     driver.settle()
     driver.flush()
-    for turn in range(28):
-        ask(driver, shown(turn // 2 if come_again else turn, seed=turn))
+    for number in range(28):
+        prompt = shown(number // 2 if come_again else number, seed=number)
+        for turn in range(turns):
+            ask(driver, prompt)
+            more = random_tokens(50_000 + 100 * number + turn, 20)
+            prompt = Prompt([*prompt.segments, more])
     ask(driver, shown(28, 29, seed=100))
     params = {"sgl_blend_ratio": 1.0}
     found = ask(driver, shown(28, seed=101, params=params))
     return found, ask(driver, shown(28, seed=101, params={"sgl_blend": False}, salt="full"))
 
 
-@pytest.mark.parametrize("come_again", [True, False])
+@pytest.mark.parametrize(("come_again", "turns"), [(True, 1), (False, 1), (True, 3)])
 def test_new_text_is_found_at_second_sight_where_most_comes_again(
-    start_engine: StartEngine, come_again: bool
+    start_engine: StartEngine, come_again: bool, turns: int
 ) -> None:
     engine = start_engine(blend_find="learned", blend_learn_share=1.0)
-    found, full = engine.call(_second_sight, come_again)
+    found, full = engine.call(_second_sight, come_again, turns)
     documents = [len(DOCUMENTS[28])] if come_again else []
     assert found.report["found_tokens"] == len(BEFORE) + sum(documents)
     assert largest_difference(found.logprobs[0], full.logprobs[0]) <= TOLERANCE

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sgl_blend.finding.borders import Border, Borders
 from sgl_blend.finding.lessons import Lessons, Prompt, find_messages, is_served
+from sgl_blend.finding.roles import Roles
 from sgl_blend.finding.sightings import MOST_LABELS
 from sgl_blend.finding.spans import Span
 
@@ -297,7 +298,7 @@ def headed(name: int) -> Tokens:
 
 
 def test_headers_are_bounded() -> None:
-    lessons = Lessons(most_roles=3)
+    lessons = Lessons(roles=Roles(3))
     teach(lessons, share=1.0)
     lessons.study(prompt_of(headed(0), []))
     assert learns_new(lessons)
@@ -305,8 +306,18 @@ def test_headers_are_bounded() -> None:
     assert not learns_new(lessons)
 
 
+def test_roles_of_one_tenant_make_no_room_for_those_of_others() -> None:
+    lessons = Lessons(roles=Roles(2, most_tenants=2))
+    teach(lessons, share=1.0)
+    for number in range(9):
+        lessons.study(prompt_of(headed(number), [], tenant="b"))
+    assert learns_new(lessons)
+    lessons.study(prompt_of(headed(1), [], tenant="c"))
+    assert not learns_new(lessons)
+
+
 def test_labels_are_used_again_when_all_were() -> None:
-    lessons = Lessons(most_roles=2)
+    lessons = Lessons(roles=Roles(2))
     teach(lessons, share=1.0)
     lessons._roles._last_label = MOST_LABELS - 1
     headers = (np.array([START, 10 + number, END], np.int32) for number in range(3))
@@ -385,6 +396,31 @@ def test_new_text_of_a_message_learned_as_a_whole_is_learned_once() -> None:
     teach(lessons, share=1.0)
     count(lessons, *[True] * 64)
     assert lessons.study(prompt_of(tool_prompt(5), [Span(127, 228)])).chunks == [TOOL_BODY]
+
+
+def show_documents(lessons: Lessons) -> Tokens:
+    """Show documents after a name and a line end; return a tool's message with three new ones."""
+    name, lines = words(1, 1), np.tile(np.append(words(2, 9), np.int32(LINE)), 10)
+    lines[8::10] = words(3, 10)  # other lines end with any word
+    for _ in range(4):
+        shown = np.concatenate([words(4, 70), name, [LINE], lines]).astype(np.int32)
+        lessons.study(prompt_of(shown, [Span(72, 172)]))
+    new = np.concatenate([words(at, 98) if at % 2 else [*name, LINE] for at in range(5, 10)])
+    return np.concatenate([message(USER, words(1, 20)), message(TOOL, new.astype(np.int32))])
+
+
+@pytest.mark.parametrize("forget", [None, lambda one: one.forget("a"), lambda one: one.clear()])
+def test_new_text_is_split_where_documents_are_likely_to_begin(
+    forget: Callable[[Lessons], None] | None,
+) -> None:
+    lessons = Lessons()
+    tokens = show_documents(lessons)
+    if forget is not None:
+        forget(lessons)
+    teach(lessons, share=1.0)
+    chunks = lessons.study(prompt_of(tokens, [])).chunks
+    sizes = [chunk.num_tokens for chunk in chunks]
+    assert sizes == ([100, 100, 99] if forget is None else [299])
 
 
 def test_lessons_are_chosen_fast() -> None:

@@ -205,6 +205,22 @@ def test_new_text_is_counted_once_when_it_comes_again() -> None:
     assert come_again(log, both) == {}
 
 
+@pytest.mark.parametrize("turns", range(5))
+def test_what_goes_on_in_a_conversation_has_not_come_again(turns: int) -> None:
+    log = new_log()
+    document = random_tokens(1, 300)
+    conversation = np.concatenate([random_tokens(2, 100), document])
+    add_new(log, conversation, NewText(Span(0, 400), 7))
+    for turn in range(turns):
+        start = len(conversation)
+        conversation = np.concatenate([conversation, random_tokens(10 + turn, 120)])
+        sample = log.sample("a", conversation)
+        assert log.come_again(log.find(sample, start)) == {}
+        log.add(sample, [NewText(Span(start, start + 120), 9)], start)
+    assert come_again(log, document) == {7: 300}
+    assert come_again(log, document) == {}
+
+
 def test_labels_are_those_of_the_prompt_that_stands_there_now() -> None:
     log = new_log(0.01)  # two prompts
     prompts = [random_tokens(seed, 300) for seed in range(9)]

@@ -120,13 +120,14 @@ def take_out(received: Received, token_id: int) -> None:
 
     The places that a client named for log-probabilities stay as they are, as without images.
     """
-    ids = received.input_ids
-    if ids is None or token_id not in ids:
+    ids, images = received.input_ids, received.mm_inputs
+    # Where SGLang could not read an image, an error stands there, and the request ends with it.
+    items = getattr(images, "mm_items", None)
+    if ids is None or items is None or token_id not in ids:
         return
     gone = [place for place, one in enumerate(ids) if one == token_id]
     received.input_ids = array(ids.typecode, (one for one in ids if one != token_id))
-    images = received.mm_inputs
-    for item in images.mm_items:
+    for item in items:
         if item.offsets is not None:
             item.offsets = [
                 tuple(place - bisect_left(gone, place) for place in ends) for ends in item.offsets
@@ -135,8 +136,8 @@ def take_out(received: Received, token_id: int) -> None:
         twin = getattr(
             images, name, None
         )  # the prompt once more, before or after images are marked
-        if twin is not None:
-            kept = [one for place, one in enumerate(twin) if ids[place] != token_id]
+        if twin is not None and len(twin) == len(ids):
+            kept = [one for one, before in zip(twin, ids, strict=True) if before != token_id]
             setattr(images, name, kept)
 
 

@@ -5,9 +5,11 @@ tokens, because what stands before it differs from prompt to prompt. It is split
 and then by length.
 
 Most text of some messages comes back, such as documents that were retrieved. Where at least half of a
-role's new text came again later, its new text is learned at first sight. Some messages come back as a
-whole, such as files that an agent has read. Where at least half of a role's last messages did, one that
-did not is learned as a whole.
+role's new text came again later, its new text is learned at first sight. It is split where documents
+are likely to begin, because they may come again in another order.
+
+Some messages come back as a whole, such as files that an agent has read. Where at least half of a
+role's last messages did, one that did not is learned as a whole.
 """
 
 from collections import Counter
@@ -21,8 +23,9 @@ from numpy.typing import NDArray
 
 from sgl_blend.finding.borders import HEADER, Border, Strengths
 from sgl_blend.finding.roles import Roles
+from sgl_blend.finding.seams import Seams, pairs_of
 from sgl_blend.finding.sightings import NewText
-from sgl_blend.finding.spans import Span, num_shared
+from sgl_blend.finding.spans import Span, num_shared, overlapping, union
 
 _SNAP = 16
 """Tokens at the beginning of a run among which it may begin."""
@@ -83,13 +86,14 @@ class Lessons:
     Args:
         least: Tokens of the shortest chunk.
         most: Tokens of the longest one.
-        most_roles: Headers of messages that are counted, of all tenants.
+        roles: What is known of headers of messages; all is new by default.
     """
 
-    def __init__(self, *, least: int = 64, most: int = 1_024, most_roles: int = 4_096) -> None:
+    def __init__(self, *, least: int = 64, most: int = 1_024, roles: Roles | None = None) -> None:
         self._least = least
         self._most = most
-        self._roles = Roles(most_roles)
+        self._roles = Roles() if roles is None else roles
+        self._seams = Seams()
 
     def study(self, prompt: Prompt) -> Lesson:
         """Choose the chunks to learn from a prompt, and count what was new and what came again.
@@ -97,30 +101,37 @@ class Lessons:
         Returns:
             Chunks of ``least`` to ``most`` tokens, and the new text.
         """
-        tenant, strengths = prompt.tenant, prompt.strengths
-        messages = find_messages(prompt.tokens, strengths, self._least)
+        tenant, tokens, strengths = prompt.tenant, prompt.tokens, prompt.strengths
+        messages = find_messages(tokens, strengths, self._least)
         new = self._find_new(prompt, messages)
         self._roles.count_again(tenant, prompt.came_again)
+        begun = [Span(self._snap(run, strengths), run.stop) for run in prompt.runs]
+        pairs = pairs_of(tokens)
+        self._seams.count(tenant, pairs, begun)
+        seams = self._seams.find(tenant, pairs)
         whole = self._whole(prompt, messages)
         chunks = [chunk for span in whole for chunk in self.split(span, strengths)]
         for run in prompt.runs:
             for chunk in self.split(run, strengths):
                 # A message that is learned as a whole serves its parts too.
-                if not _touches(chunk, whole) and not is_served(chunk, prompt.served, self._least):
+                served = overlapping(prompt.served, chunk)
+                if not overlapping(whole, chunk) and not is_served(chunk, served, self._least):
                     chunks.append(chunk)
         for text in new:
             role = self._roles.labelled(text.label, tenant)
-            if role is not None and role.comes_again and not _touches(text.span, whole):
-                chunks += self.split(text.span, strengths)
+            if role is not None and role.comes_again and not overlapping(whole, text.span):
+                first, last = np.searchsorted(seams, text.span)
+                chunks += self.split(text.span, strengths, seams[first:last].tolist())
         self._roles.count_new(tenant, new)
         return Lesson(sorted(chunks), new)
 
-    def split(self, span: Span, strengths: Strengths) -> list[Span]:
+    def split(self, span: Span, strengths: Strengths, seams: Sequence[int] = ()) -> list[Span]:
         """Cut a stretch of text into chunks.
 
         Args:
             span: In the prompt.
             strengths: uint8 [n], the border in front of each token of the prompt.
+            seams: Where to cut besides, inside of the stretch.
 
         Returns:
             Disjoint, ascending, of ``least`` to ``most`` tokens. Crumbs are left out.
@@ -129,8 +140,8 @@ class Lessons:
             return []
         start = self._snap(span, strengths)
         chunks = []
-        for cut in _message_starts(strengths, Span(start, span.stop)):
-            if cut == start or span.stop - cut < self._least:
+        for cut in sorted({*_message_starts(strengths, Span(start, span.stop)), *seams}):
+            if cut <= start or span.stop - cut < self._least:
                 continue
             if cut - start >= self._least:
                 chunks += self._split_by_length(Span(start, cut), strengths)
@@ -141,10 +152,12 @@ class Lessons:
     def forget(self, tenant: str) -> None:
         """Forget the counts of a tenant."""
         self._roles.forget(tenant)
+        self._seams.forget(tenant)
 
     def clear(self) -> None:
         """Forget everything."""
         self._roles.clear()
+        self._seams.clear()
 
     def _snap(self, span: Span, strengths: Strengths) -> int:
         last = min(span.start + _SNAP, span.stop - self._least + 1)
@@ -167,7 +180,7 @@ class Lessons:
         return chunks
 
     def _find_new(self, prompt: Prompt, messages: Iterable[Message]) -> list[NewText]:
-        seen = sorted([*prompt.served, *prompt.runs])
+        seen = union([*prompt.served, *prompt.runs])
         found = []
         for message in messages:
             begin = max(message.span.start, prompt.start)
@@ -179,12 +192,14 @@ class Lessons:
 
     def _whole(self, prompt: Prompt, messages: Iterable[Message]) -> list[Span]:
         """Count which messages had come before; return those that did not, though most of a role do."""
-        seen = [*prompt.served, *prompt.runs]
         chosen = []
         for message in messages:
             if message.span.start < prompt.start:
                 continue
-            came = _had_come(message.span, seen)
+            came = any(
+                _had_come(message.span, overlapping(seen, message.span))
+                for seen in (prompt.served, prompt.runs)
+            )
             role = self._roles.of(prompt.tenant, message.header)
             if role.comes_as_a_whole and not came:
                 chosen.append(message.span)
@@ -207,22 +222,20 @@ def is_served(chunk: Span, pieces: Iterable[Span], least: int) -> bool:
     return rest < least and 3 * max(shared, default=0) >= chunk.num_tokens
 
 
-def gaps_between(seen: Iterable[Span], span: Span, least: int) -> list[Span]:
+def gaps_between(seen: Sequence[Span], span: Span, least: int) -> list[Span]:
     """Return what of a span lies in none of these stretches.
 
     Args:
-        seen: Ascending; they may overlap.
+        seen: Ascending and disjoint.
         span: Where to look.
         least: Tokens of the shortest gap that counts.
     """
     gaps = []
     begin = span.start
-    for stretch in seen:
-        if stretch.start >= span.stop:
-            break
+    for stretch in overlapping(seen, span):
         if stretch.start - begin >= least:
             gaps.append(Span(begin, stretch.start))
-        begin = max(begin, stretch.stop)
+        begin = stretch.stop
     if span.stop - begin >= least:
         gaps.append(Span(begin, span.stop))
     return gaps
@@ -243,7 +256,8 @@ def find_messages(
     for number, (start, stop) in enumerate(pairwise([*special, len(tokens)])):
         if stop - start < least:
             continue
-        first = _header_start(special[: number + 1])
+        # A header is short, and so is the search for its beginning.
+        first = _header_start(special[max(0, number - HEADER) : number + 1])
         last = start + _end_of_name(strengths[start : start + HEADER])
         messages.append(Message(Span(start, stop), tokens[first:last].tobytes()))
     return messages
@@ -281,7 +295,3 @@ def _had_come(message: Span, seen: Iterable[Span]) -> bool:
         run.start <= message.start + _SNAP and 2 * num_shared(run, message) >= message.num_tokens
         for run in seen
     )
-
-
-def _touches(span: Span, others: Iterable[Span]) -> bool:
-    return any(num_shared(span, other) for other in others)

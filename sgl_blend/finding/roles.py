@@ -53,26 +53,32 @@ class Roles:
     """Roles of all tenants; owned by the scheduler thread.
 
     Args:
-        most: Roles that are counted, fewer than MOST_LABELS. The one that was not seen for longest goes
-            first.
+        most: Roles of a tenant. The one that was not seen for longest is forgotten beyond them.
+        most_tenants: Likewise. All their roles together are fewer than MOST_LABELS.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int = 64, most_tenants: int = 256) -> None:
         self._most = most
-        self._roles: OrderedDict[tuple[str, bytes], Role] = OrderedDict()
+        self._most_tenants = most_tenants
+        self._tenants: OrderedDict[str, OrderedDict[bytes, Role]] = OrderedDict()
         self._by_label: dict[int, Role] = {}
         self._last_label = 0
 
     def of(self, tenant: str, header: bytes) -> Role:
         """Return a role, a new one if it is not known."""
-        key = tenant, header
-        if key not in self._roles:
-            if len(self._roles) == self._most:
-                self._drop(next(iter(self._roles)))
+        if tenant not in self._tenants:
+            if len(self._tenants) == self._most_tenants:
+                self.forget(next(iter(self._tenants)))
+            self._tenants[tenant] = OrderedDict()
+        self._tenants.move_to_end(tenant)
+        roles = self._tenants[tenant]
+        if header not in roles:
+            if len(roles) == self._most:
+                del self._by_label[roles.popitem(last=False)[1].label]
             role = Role(tenant, self._free_label())
-            self._roles[key] = self._by_label[role.label] = role
-        self._roles.move_to_end(key)
-        return self._roles[key]
+            roles[header] = self._by_label[role.label] = role
+        roles.move_to_end(header)
+        return roles[header]
 
     def labelled(self, label: int, tenant: str) -> Role | None:
         """Return the role of a label; None if it was dropped, and the label is another tenant's now."""
@@ -99,16 +105,13 @@ class Roles:
 
     def forget(self, tenant: str) -> None:
         """Forget the roles of a tenant."""
-        for key in [key for key in self._roles if key[0] == tenant]:
-            self._drop(key)
+        for role in self._tenants.pop(tenant, {}).values():
+            del self._by_label[role.label]
 
     def clear(self) -> None:
         """Forget everything."""
-        self._roles.clear()
+        self._tenants.clear()
         self._by_label.clear()
-
-    def _drop(self, key: tuple[str, bytes]) -> None:
-        del self._by_label[self._roles.pop(key).label]
 
     def _free_label(self) -> int:
         """Return the label that was not used for longest: old text may bear those of dropped roles."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from sgl_blend.finding.fingerprints import Fingerprints, WindowHash, sample_offsets
+from sgl_blend.finding.fingerprints import WINDOW, Fingerprints, WindowHash, sample_offsets
 from sgl_blend.finding.spans import Span
 
 Tokens = NDArray[np.int32]
@@ -199,7 +199,8 @@ class Sightings:
                 if offset < done:
                     continue
             run = self._extend(sample, offset, place, done)
-            if run.span.num_tokens > best.span.num_tokens:
+            # Of copies that go equally far the last one: it bears the labels of what came as a prefix.
+            if (run.span.num_tokens, run.place) > (best.span.num_tokens, best.place):
                 best = run
         if best.span.num_tokens >= self._least:
             runs.append(best)
@@ -222,16 +223,19 @@ class Sightings:
             labels[:] = 0
         return counts
 
-    def add(self, sample: Sample, new: Iterable[NewText] = ()) -> None:
+    def add(self, sample: Sample, new: Iterable[NewText] = (), start: int = 0) -> None:
         """Remember a prompt. Of one that is longer than the log, the beginning.
 
         Args:
             sample: Of the prompt.
             new: What of it no earlier prompt holds.
+            start: Tokens in front that an earlier prompt began with as well. They did not come again
+                but go on: what was new of them stays new.
         """
         tokens = sample.tokens[: self._capacity]
         if len(tokens) < self._least:
             return
+        moved = self._move_labels(sample, start)
         begin = self._next
         if begin % self._capacity + len(tokens) > self._capacity:
             begin += self._capacity - begin % self._capacity  # a prompt stands in one piece
@@ -244,12 +248,30 @@ class Sightings:
         self._read(span)[:] = tokens
         labels = self._labels_of(span)
         labels[:] = 0
+        for part, its_labels in moved:
+            labels[part.start : part.stop] = its_labels[: max(0, len(labels) - part.start)]
         for text in new:
             labels[text.span.start : text.span.stop] = text.label
         # Of a window that comes again in one prompt, the first: most can follow it.
         inside = sample.offsets < len(tokens)
         new, first = np.unique(sample.fingerprints[inside], return_index=True)
         self._insert(new, sample.offsets[inside][first] + begin)
+
+    def _move_labels(self, sample: Sample, start: int) -> list[tuple[Span, NDArray[np.uint16]]]:
+        """Take the labels off earlier copies of a prompt's first tokens; return what they were."""
+        inside = sample.offsets <= start - WINDOW
+        first = Sample(
+            sample.tenant,
+            sample.tokens[:start],
+            sample.offsets[inside],
+            sample.fingerprints[inside],
+        )
+        moved = []
+        for run in self.find(first):
+            labels = self._labels_of(Span(run.place, run.place + run.span.num_tokens))
+            moved.append((run.span, labels.copy()))
+            labels[:] = 0
+        return moved
 
     def _make_room(self) -> None:
         """Forget what the prompt up to ``_next`` overwrites."""

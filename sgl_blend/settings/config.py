@@ -236,9 +236,14 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Raises:
             ConfigError: As from_settings, or the preset cannot be read.
         """
+        if given.get("enable_blend") is not True:
+            config = cls.from_settings(given)
+            idle = sorted(given.keys() - {"enable_blend"})
+            _require(not idle, f"{', '.join(idle)} has no effect without enable_blend")
+            return config
         named = {FORMER_NAMES.get(name, name): value for name, value in given.items()}
         preset = named.get("blend_preset")
-        if not named.get("enable_blend") or not isinstance(preset, str) or len(named) < len(given):
+        if not isinstance(preset, str) or len(named) < len(given):
             return cls.from_settings(given)
         return cls.from_settings({**preset_settings(preset), **named})
 

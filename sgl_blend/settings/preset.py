@@ -105,7 +105,7 @@ def load_profile(path: str) -> Profile:
         return msgspec.json.decode(content, type=Profile)
     except OSError as err:
         raise ConfigError(f"blend_preset {path}: {err.strerror}") from err
-    except msgspec.DecodeError as err:
+    except ValueError as err:  # no path of a file, or not what stands in a profile
         raise ConfigError(f"blend_preset {path}: {err}") from err
 
 
