@@ -134,8 +134,9 @@ async def soak(
     blend: Server, stock: Server, tally: Tally, args: argparse.Namespace, setup: Setup
 ) -> list[str]:
     """Run all clients and the operator for a while; return what the operator's doings are called."""
-    # Uvicorn closes what was idle for 5 s, and httpx would use it until then: a race.
-    limits = httpx.Limits(max_connections=64, keepalive_expiry=2.0)
+    # Uvicorn closes what was idle for 5 s, and httpx would use it until then: a race. On a busy
+    # machine seconds go by between the look at a connection and its use.
+    limits = httpx.Limits(max_connections=64, keepalive_expiry=0.5)
     async with (
         httpx.AsyncClient(
             base_url=blend.url, timeout=180.0, trust_env=False, limits=limits

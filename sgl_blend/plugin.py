@@ -8,13 +8,14 @@ and keyword arguments do not exist and SGLang refuses them itself.
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from sgl_blend.compose import compose
+from sgl_blend.engine.adapters import give_back_aborted, give_back_failed
 from sgl_blend.engine.compatibility import check_server_args
 from sgl_blend.engine.facts import (
     current_settings,
@@ -31,6 +32,7 @@ from sgl_blend.engine.hook_points import (
     wrap_engine_settings,
 )
 from sgl_blend.engine.objects import (
+    Aborted,
     Answers,
     Completions,
     HostPool,
@@ -63,6 +65,8 @@ def register() -> None:
             "settings": _after_settings,
             "tokenized": _after_tokenized,
             "answers": _before_answers,
+            "failed requests": _before_failed_requests,
+            "aborted request": _before_aborted_request,
             "echoed text": _after_echoed_text,
             "echoed prompts": _after_echoed_prompts,
             "scheduler": _around_scheduler_init,
@@ -148,6 +152,20 @@ def _after_tokenized(
     gate = _gate_of(manager)
     if gate is not None:
         gate.check(received)
+
+
+def _before_failed_requests(
+    manager: TokenizerManager, rids: Iterable[str], *args: Any, **kwargs: Any
+) -> None:
+    if _gate_of(manager) is not None:
+        give_back_failed(manager, rids)
+
+
+def _before_aborted_request(
+    manager: TokenizerManager, abort: Aborted, *args: Any, **kwargs: Any
+) -> None:
+    if _gate_of(manager) is not None:
+        give_back_aborted(manager, abort)
 
 
 def _before_answers(manager: TokenizerManager, answers: Answers, *args: Any, **kwargs: Any) -> None:

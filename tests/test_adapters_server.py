@@ -6,8 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from servers import Server, rag_text, start_server, stop
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from test_adapters import NAMES, make_adapter
 from tiny_models import make_text_model
 
@@ -96,3 +98,38 @@ def test_a_replaced_adapter_meets_nothing_of_the_old_one(server: Server, folder:
     assert logprobs(again) != logprobs(old)
     assert_is_full_prefill(server, "two")
     assert_is_full_prefill(server, "one")
+
+
+def _post(server: Server, path: str, body: dict[str, Any], patience_s: float = 20.0) -> int:
+    """Send a request; return its status, or 0 if it was given up."""
+    try:
+        return httpx.post(server.url + path, json=body, timeout=patience_s).status_code
+    except httpx.TimeoutException:
+        return 0
+
+
+def test_requests_that_failed_do_not_keep_an_adapter(server: Server, folder: Path) -> None:
+    """An adapter is unloaded when its last user ended: one that was refused is none."""
+    text, wrong = rag_text(0, 1), {"custom_params": {"sgl_blend_ratio": 7}}
+    body: dict[str, Any] = {"text": text, "lora_path": "two", "sampling_params": wrong}
+    refused: list[dict[str, Any]] = [
+        body,
+        {**body, "text": [text, text], "lora_path": ["two", "one"], "sampling_params": [{}, wrong]},
+        {**body, "sampling_params": {**wrong, "n": 2}},
+        {**body, "text": text * 200, "sampling_params": {}},  # too long, as on stock
+    ]
+    assert [_post(server, "/generate", one) for one in refused] == [400] * len(refused)
+    if hasattr(TokenizerManager, "_release_lora_once"):  # SGLang 0.5.21 itself counts n > 1 wrongly
+        several = {"max_new_tokens": 2, "n": 2, "temperature": 0.5}
+        assert _post(server, "/generate", {**body, "sampling_params": several}) == 200
+    long = {"max_new_tokens": 4_000, "ignore_eos": True}
+    assert _post(server, "/generate", {**body, "sampling_params": long}, 0.5) == 0
+    queued = [{**body, "text": f"{n} {text}", "sampling_params": {}} for n in range(60)]
+    with ThreadPoolExecutor(60) as pool:
+        statuses = list(pool.map(lambda one: _post(server, "/generate", one, 0.3), queued))
+    assert 0 in statuses, "nobody hung up"
+    for name in ("two", "one"):
+        assert _post(server, "/unload_lora_adapter", {"lora_name": name}) == 200
+        path = str(make_adapter(folder / f"{name} again", 3))
+        assert _post(server, "/load_lora_adapter", {"lora_name": name, "lora_path": path}) == 200
+        assert_is_full_prefill(server, name)

@@ -7,11 +7,22 @@ whatever path, has another id: what an unloaded one computed is never met again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterable
 from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 from sgl_blend.engine.models import runner_of
-from sgl_blend.engine.objects import ForwardBatch, ModelRunner, Received, Req, Scheduler
+from sgl_blend.engine.objects import (
+    Aborted,
+    ForwardBatch,
+    ModelRunner,
+    Received,
+    Req,
+    Scheduler,
+    TokenizerManager,
+)
 
 _ID_LENGTH = 32
 """Hexadecimal digits of a UUID."""
@@ -116,3 +127,51 @@ def row_follower(runner: ModelRunner) -> RowFollower | None:
         return None
     follow: RowFollower = manager.prepare_lora_batch
     return follow
+
+
+_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_releases: set[asyncio.Task[None]] = set()
+"""Whoever starts a task must keep it until it is done."""
+
+
+def failure_targets() -> list[str]:
+    """Return the method that forgets requests which failed on their way."""
+    return _targets(f"{_MANAGER}._release_req_states_on_failure")
+
+
+def abort_targets() -> list[str]:
+    """Return the method that forgets a request which the scheduler dropped from its queue."""
+    return _targets(f"{_MANAGER}._handle_abort_req")
+
+
+def _targets(target: str) -> list[str]:
+    """Return nothing on 0.5.17, on which adapters are refused."""
+    return [] if find_spec("sglang.srt.mem_cache.hiradix_cache") is not None else [target]
+
+
+def give_back_failed(manager: TokenizerManager, rids: Iterable[str]) -> None:
+    """Release the adapters of requests that failed before the scheduler had them.
+
+    SGLang 0.5.21 counts such requests as users of their adapters for ever, and whoever unloads one
+    waits for its users. A request that we refuse is one of them. Later versions release them.
+    """
+    states = [manager.rid_to_state[rid] for rid in rids if rid in manager.rid_to_state]
+    _give_back(manager, [state for state in states if not state.dispatched])
+
+
+def give_back_aborted(manager: TokenizerManager, abort: Aborted) -> None:
+    """Release the adapter of a request that is dropped from the queue, which 0.5.21 forgets as well."""
+    state = manager.rid_to_state.get(abort.rid)
+    if state is not None:
+        _give_back(manager, [state])
+
+
+def _give_back(manager: TokenizerManager, states: Iterable[Any]) -> None:
+    if hasattr(manager, "_release_lora_once"):
+        return
+    used = [getattr(state.obj, "lora_id", None) for state in states]
+    ids = [adapter for adapter in used if isinstance(adapter, str)]
+    if ids:
+        task = asyncio.get_running_loop().create_task(manager.lora_registry.release(ids))
+        _releases.add(task)
+        task.add_done_callback(_releases.discard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sgl_blend.engine.adapters import abort_targets, failure_targets
 from sgl_blend.engine.prefetch import prefetch_targets, progress_targets, write_targets
 from sgl_blend.engine.tree_branch import eviction_targets, insert_targets, reset_targets
 from sgl_blend.engine.versions import Features, check_version
@@ -58,6 +59,8 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
     }
     return {
         **{name: [point] for name, point in points.items()},
+        "failed requests": [(target, "before") for target in failure_targets()],
+        "aborted request": [(target, "before") for target in abort_targets()],
         "storing": [(target, "around") for target in insert_targets()],
         "eviction": [(target, "around") for target in eviction_targets()],
         "reset": [(target, "before") for target in reset_targets()],

@@ -257,6 +257,13 @@ class TokenizerManager(Protocol):
     model_config: Any
     tokenizer: Any
     rid_to_state: dict[str, Any]
+    lora_registry: Any
+
+
+class Aborted(Protocol):
+    """What the scheduler says of a request that it dropped from its queue."""
+
+    rid: str
 
 
 class Answers(Protocol):
