@@ -66,7 +66,10 @@ class LiveServer:
         self._ways: list[dict[str, Any]] = [{}, {"spans": self._prompt[1], "ratio": 1.0}]
         if "learned" in flags:  # else it would blend the reference, too, and answer by it
             self._ways = [{**way, "find": "marks"} for way in self._ways]
-        self._reference = self._answer(**self._ways[0])
+        self._references = [self._answer(**self._ways[0])] * len(self._ways)
+        if "block" in flags:  # answers with chunks are those of another forward, whatever the ratio
+            self._references[1] = self._answer(**self._ways[1])
+            assert self._references[1] != self._references[0]
 
     def close(self) -> None:
         """Stop the server at once: asked to end, SGLang sleeps five seconds."""
@@ -154,8 +157,8 @@ class LiveServer:
     def check_unharmed(self) -> None:
         """Check that it rests, holds no lock, leaked nothing, and answers as when it was new."""
         self.wait_until_at_rest()
-        for way in self._ways:
-            self._compare(self._answer(**way), f"asked with {way}")
+        for way, want in zip(self._ways, self._references, strict=True):
+            self._compare(self._answer(**way), want, f"asked with {way}")
         self.wait_until_at_rest()
 
     def wait_until_at_rest(self) -> None:
@@ -176,8 +179,9 @@ class LiveServer:
         answer = self.generate(self._prompt[0], **way, max_new_tokens=8, return_logprob=True)
         return [(entry[0], entry[1]) for entry in answer["meta_info"]["output_token_logprobs"]]
 
-    def _compare(self, got: list[tuple[float, int]], what: str) -> None:
-        want = self._reference
+    def _compare(
+        self, got: list[tuple[float, int]], want: list[tuple[float, int]], what: str
+    ) -> None:
         assert [token for _, token in got] == [token for _, token in want], what
         errors = [abs(g[0] - w[0]) for g, w in zip(got, want, strict=True)]
         assert max(errors) < MAX_LOGPROB_ERROR, f"{what}: log-probabilities differ by {errors}"
