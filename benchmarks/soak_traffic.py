@@ -215,7 +215,8 @@ class Traffic:
 
     async def long(self, draw: random.Random) -> None:
         """A prompt that chunked prefill cuts several times."""
-        body = self.body(draw, self.prompt(draw, 16))
+        # Documents of traffic without marks are twice as long, and a prompt has at most 2,048 tokens.
+        body = self.body(draw, self.prompt(draw, 16 if self._marked == 1 else 12))
         if draw.random() < SAMPLED:
             body["sampling_params"]["custom_params"] = {"sgl_blend_ratio": 1.0}
             await self.compare(body)
