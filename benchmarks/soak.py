@@ -141,7 +141,9 @@ async def soak(
         httpx.AsyncClient(
             base_url=blend.url, timeout=180.0, trust_env=False, limits=limits
         ) as mine,
-        httpx.AsyncClient(base_url=stock.url, timeout=180.0, trust_env=False) as theirs,
+        httpx.AsyncClient(
+            base_url=stock.url, timeout=180.0, trust_env=False, limits=limits
+        ) as theirs,
     ):
         marked = MARKED if args.find else 1.0
         separator = blend.info()["separator"]
