@@ -132,10 +132,9 @@ def take_out(received: Received, token_id: int) -> None:
             item.offsets = [
                 tuple(place - bisect_left(gone, place) for place in ends) for ends in item.offsets
             ]
+    # The prompt stands there once more, before and after images are marked in it.
     for name in ("input_ids", "padded_input_ids"):
-        twin = getattr(
-            images, name, None
-        )  # the prompt once more, before or after images are marked
+        twin = getattr(images, name, None)
         if twin is not None and len(twin) == len(ids):
             kept = [one for one, before in zip(twin, ids, strict=True) if before != token_id]
             setattr(images, name, kept)
