@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 from sgl_blend.engine.models import runner_of
@@ -23,6 +22,7 @@ from sgl_blend.engine.objects import (
     Scheduler,
     TokenizerManager,
 )
+from sgl_blend.engine.versions import targets_since_0_5_21
 
 _ID_LENGTH = 32
 """Hexadecimal digits of a UUID."""
@@ -136,17 +136,12 @@ _releases: set[asyncio.Task[None]] = set()
 
 def failure_targets() -> list[str]:
     """Return the method that forgets requests which failed on their way."""
-    return _targets(f"{_MANAGER}._release_req_states_on_failure")
+    return targets_since_0_5_21(f"{_MANAGER}._release_req_states_on_failure")
 
 
 def abort_targets() -> list[str]:
     """Return the method that forgets a request which the scheduler dropped from its queue."""
-    return _targets(f"{_MANAGER}._handle_abort_req")
-
-
-def _targets(target: str) -> list[str]:
-    """Return nothing on 0.5.17, on which adapters are refused."""
-    return [] if find_spec("sglang.srt.mem_cache.hiradix_cache") is not None else [target]
+    return targets_since_0_5_21(f"{_MANAGER}._handle_abort_req")
 
 
 def give_back_failed(manager: TokenizerManager, rids: Iterable[str]) -> None:

@@ -7,13 +7,13 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from sgl_blend.engine.checked_pages import ReadOrder
 from sgl_blend.engine.objects import Handle, Tree
 from sgl_blend.engine.storage import storage_of
 from sgl_blend.engine.tree import prefix_match, prefix_tokens, tree_key
+from sgl_blend.engine.versions import targets_since_0_5_21
 from sgl_blend.storage.codec.streams import ChunkStream, RequestStream
 
 _WAIT_S = 0.001
@@ -225,22 +225,17 @@ def finish_writes(tree: Tree) -> None:
 
 def prefetch_targets() -> list[str]:
     """Return the method through which the scheduler asks storage for an arriving request."""
-    return _targets("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache")
+    return targets_since_0_5_21("sglang.srt.managers.scheduler.Scheduler._prefetch_kvcache")
 
 
 def progress_targets() -> list[str]:
     """Return the method through which the scheduler asks whether a request goes on waiting."""
-    return _targets(f"{_TREE}.check_prefetch_progress")
+    return targets_since_0_5_21(f"{_TREE}.check_prefetch_progress")
 
 
 def write_targets() -> list[str]:
     """Return the method through which a node is written to storage."""
-    return _targets(f"{_TREE}.write_backup_storage")
+    return targets_since_0_5_21(f"{_TREE}.write_backup_storage")
 
 
 _TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-
-
-def _targets(target: str) -> list[str]:
-    """Return nothing on 0.5.17, which has a tree of its own for HiCache and no checked storage."""
-    return [] if find_spec("sglang.srt.mem_cache.hiradix_cache") is not None else [target]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from sgl_blend.errors import UnsupportedError
 
@@ -99,3 +100,8 @@ def check_version(*, allow_untested: bool) -> Features:
             f"{', '.join(TESTED_VERSIONS)}, or add --blend-allow-untested"
         )
     return found
+
+
+def targets_since_0_5_21(target: str) -> list[str]:
+    """Return what is to be hooked, or nothing on 0.5.17, which has a tree of its own for HiCache."""
+    return [] if find_spec("sglang.srt.mem_cache.hiradix_cache") is not None else [target]
