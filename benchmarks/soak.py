@@ -69,6 +69,9 @@ MARKED = 0.2
 """Share of the prompts that are marked where the server finds chunks by itself."""
 HOST_TIER_FLAGS = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
+KEEPS_CONNECTIONS = "SGLANG_TIMEOUT_KEEP_ALIVE=3600"
+"""SGLang closes connections that are idle for 5 s. A server that stands still as long, on a machine
+with more work than cores, closes what a client has just written to: a reset without an answer."""
 MIN_SECONDS_TO_RETRACT = 600.0
 """SGLang retracts once in about 500 requests of this traffic, so a short run may see none."""
 WARM_UP = 0.25
@@ -101,6 +104,19 @@ async def watch(server: Server, tally: Tally, until_s: float, gate: Gate) -> Non
         tally.rss.append((time.monotonic() - start, resident_bytes(server)))
 
 
+async def ping(name: str, server: Server, tally: Tally, until_s: float) -> None:
+    """Ask for nothing, once a second and each time anew: does the process that answers stand still?"""
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=180.0, trust_env=False, headers={"Connection": "close"}
+    ) as client:
+        while time.monotonic() < until_s:
+            begun = time.monotonic()
+            (await client.get("/ping")).raise_for_status()
+            seconds = time.monotonic() - begun
+            tally.slowest_ping_s[name] = max(tally.slowest_ping_s.get(name, 0.0), seconds)
+            await asyncio.sleep(1.0)
+
+
 def wait_until_idle(server: Server, tally: Tally) -> None:
     """Wait until nothing runs and nothing is pending, and check the pool."""
     for _ in range(240):
@@ -112,7 +128,7 @@ def wait_until_idle(server: Server, tally: Tally) -> None:
         if idle and pool["free"] + pool["evictable"] == pool["capacity"]:
             tally.counts["idle checks"] += 1
             return
-    tally.violations.append(f"the server never came to rest: {pool}")
+    tally.violate(f"the server never came to rest: {pool}")
 
 
 def make_setup(args: argparse.Namespace) -> Setup:
@@ -134,8 +150,6 @@ async def soak(
     blend: Server, stock: Server, tally: Tally, args: argparse.Namespace, setup: Setup
 ) -> list[str]:
     """Run all clients and the operator for a while; return what the operator's doings are called."""
-    # Uvicorn closes what was idle for 5 s, and httpx would use it until then: a race. On a busy
-    # machine seconds go by between the look at a connection and its use.
     limits = httpx.Limits(max_connections=64, keepalive_expiry=0.5)
     async with (
         httpx.AsyncClient(
@@ -154,6 +168,8 @@ async def soak(
         await asyncio.gather(
             watch(blend, tally, until_s, gate),
             operator.run(until_s, gate),
+            ping("blend", blend, tally, until_s),
+            ping("stock", stock, tally, until_s),
             *(traffic.run_client(number, until_s, gate) for number in range(CLIENTS)),
         )
     return operator.kinds
@@ -204,6 +220,7 @@ def report(
         "chunks_built": info["chunks_built"],
         "rss_growth": grown,
         "rss_bytes": tally.rss[-1][1],
+        "slowest_ping_s": tally.slowest_ping_s,
         "violations": tally.violations,
     }
 
@@ -257,10 +274,11 @@ def main() -> int:
     flags += STORAGE_FLAGS if args.storage else []
     flags += FIND_FLAGS if args.find else []
     setup = make_setup(args)
-    one_thread = ("OMP_NUM_THREADS=1",)  # the model is so small that a second one only waits
+    # The model is so small that a second thread only waits.
+    environment = ("OMP_NUM_THREADS=1", KEEPS_CONNECTIONS)
     with ExitStack() as stack:
         store = stack.enter_context(damaged_store())
-        variables = (*one_thread, f"{STORAGE_VARIABLE}={store.folder}")
+        variables = (*environment, f"{STORAGE_VARIABLE}={store.folder}")
         blend = stack.enter_context(
             running(
                 setup.model,
@@ -274,7 +292,7 @@ def main() -> int:
                 setup.model,
                 [*STOCK_FLAGS, *setup.flags],
                 logs / "soak-stock.log",
-                environment=one_thread,
+                environment=environment,
             )
         )
         start = time.monotonic()
@@ -302,6 +320,7 @@ def main() -> int:
         f"{tally.counts['idle checks']} idle checks without a leaked slot, "
         f"{sum(found['operations'].values())} operations, {tally.counts['operations beside builds']} "
         f"of them beside builds, {tally.counts['compared']} compared, RSS {found['rss_growth']:+.1%}, "
+        f"slowest ping {max(tally.slowest_ping_s.values()):.1f} s, "
         f"{len(tally.violations)} violations"
     )
     return 1 if tally.violations else 0

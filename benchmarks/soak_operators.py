@@ -116,7 +116,7 @@ class Operator:
                 else:
                     await self._operate(kind, gate)
             except httpx.HTTPError as err:
-                self._tally.violations.append(f"{kind}: {type(err).__name__} {err}")
+                self._tally.violate(f"{kind}: {type(err).__name__} {err}")
                 return
 
     async def _operate(self, kind: str, gate: Gate) -> None:

@@ -48,6 +48,8 @@ class Tally:
         ttft_s: Times to first token of streamed requests, by kind.
         rss: Seconds since the start and bytes of all server processes.
         tokens: Prompt tokens by kind, summed over answers.
+        slowest_ping_s: By server, the longest that an empty request waited.
+        begun_s: When the run began, by time.monotonic.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -55,11 +57,17 @@ class Tally:
     ttft_s: dict[str, list[float]] = field(default_factory=dict)
     rss: list[tuple[float, int]] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
+    slowest_ping_s: dict[str, float] = field(default_factory=dict)
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def violate(self, sentence: str) -> None:
+        """Note a violation with its time."""
+        self.violations.append(f"at {time.monotonic() - self.begun_s:.0f} s: {sentence}")
 
     def expect(self, holds: bool, sentence: str) -> None:
         """Note a violation unless it holds."""
         if not holds:
-            self.violations.append(sentence)
+            self.violate(sentence)
 
 
 class Traffic:
@@ -176,7 +184,7 @@ class Traffic:
             if best - second <= NEAR_TIE_NATS:
                 self._tally.counts["near ties"] += 1
             else:
-                self._tally.violations.append(
+                self._tally.violate(
                     f"a wrong answer: token {place} is {mine[1]}, stock says {theirs[1]} by "
                     f"{best - second:.3g} nats; prompt of {len(text)} letters, {got['sgl_blend']}"
                 )
@@ -192,10 +200,15 @@ class Traffic:
             await self.ask(body)
 
     async def plain(self, draw: random.Random) -> None:
-        """The same without separators."""
+        """The same without separators; sampled ones at ratio 1 where chunks are found."""
         text = self.prompt(draw, draw.randint(1, 6)).replace(self._separator, "")
         body = self.body(draw, text)
-        await (self.compare(body) if draw.random() < SAMPLED else self.ask(body))
+        if draw.random() < SAMPLED:
+            if self._marked < 1:
+                body["sampling_params"]["custom_params"] = {"sgl_blend_ratio": 1.0}
+            await self.compare(body)
+        else:
+            await self.ask(body)
 
     async def streamed(self, draw: random.Random) -> None:
         """A streamed request, marked or not; its TTFT is kept."""
@@ -284,6 +297,8 @@ class Traffic:
         body = self.body(draw, text if ratio is not None else text.replace(self._separator, ""))
         if ratio is not None:
             body["sampling_params"]["custom_params"] = {"sgl_blend_ratio": ratio}
+        elif self._marked < 1:
+            body["sampling_params"]["custom_params"] = {"sgl_blend": False}
         await self.compare(body)
 
     async def until_left(self) -> None:
@@ -302,7 +317,7 @@ class Traffic:
             try:
                 await self._actions[kind](draw)
             except httpx.HTTPError as err:
-                self._tally.violations.append(f"{kind}: {type(err).__name__} {err}")
+                self._tally.violate(f"{kind}: {type(err).__name__} {err}")
                 return
             finally:
                 self._active -= 1
