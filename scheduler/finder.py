@@ -119,6 +119,10 @@ class Finder:
         """
         return tokens[: self._heads.of(tenant, ids_of(tokens))]
 
+    def missing_prefix(self, home: ChunkKey) -> int:
+        """Return how many tokens of a build prefix would be built before its first chunk."""
+        return 0 if self._store.is_complete(home) else home.prefix_length
+
     def name_head(self, tenant: str, tokens: array[int]) -> None:
         """Take what stands before a client's first mark for the beginning of its other prompts."""
         self._heads.name(tenant, ids_of(tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from array import array
@@ -152,7 +153,7 @@ class Intake:
         self, finder: Finder, received: Received, prompt: ChunkedPrompt, *, learns: bool
     ) -> tuple[Search, list[Span]]:
         tokens, marks = prompt.token_ids, prompt.spans
-        tenant = f"{salt_of(received)!r} {request_class(received)!r}"
+        tenant = _tenant_of(received)
         prefix = self._build_prefix(prompt)
         if self._config.blend_build_prefix == "first":
             if marks:
@@ -260,6 +261,12 @@ class Intake:
             ratio=self._config.blend_recompute_ratio,
             fallback=reason,
         )
+
+
+def _tenant_of(received: Received) -> str:
+    """Return a short name for cache salt and class of a request; clients choose how long they are."""
+    told = f"{salt_of(received)!r} {request_class(received)!r}"
+    return hashlib.blake2b(told.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def _searches(overrides: Overrides) -> bool:

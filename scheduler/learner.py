@@ -19,13 +19,12 @@ from sgl_blend.finding.sightings import Sightings
 from sgl_blend.finding.spans import Span as Piece
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.credit import Credit
 from sgl_blend.scheduler.finder import Finder, Search, beginning, ids_of
 from sgl_blend.scheduler.request_state import RequestState
 
 logger = logging.getLogger(__name__)
 
-_MOST_CREDIT = 16_384
-"""Tokens that may be built at first, and after a time in which nothing came again."""
 _MOST_COMING = 4_096
 
 
@@ -38,14 +37,14 @@ class Learner:
         borders: Of the tokenizer.
         builder: Builds them.
         finder: Finds them.
-        share: Tokens that may be built per token of a client's prompt; 0 builds nothing.
+        credit: Pays for what is built.
 
     Attributes:
         num_chunks: Chunks that were given to the builder.
         num_tokens: Their tokens.
         num_hits: Pieces of such chunks that were found and used.
         num_hit_tokens: Their tokens.
-        num_unpaid: Chunks that were not built, because too little was asked.
+        num_unpaid: Chunks that were not built, because their tenant had asked too little.
         num_failures: Errors of the learner. After the first it learns no more.
     """
 
@@ -56,16 +55,15 @@ class Learner:
         borders: Borders,
         builder: ChunkBuilder,
         finder: Finder,
-        *,
-        share: float,
+        credit: Credit,
     ) -> None:
         self._sightings = sightings
         self._lessons = lessons
         self._borders = borders
         self.builder = builder
         self._finder = finder
-        self._share = share
-        self._credit = float(_MOST_CREDIT if share else 0)
+        self.credit = credit
+        # Chunks that were paid for, and build prefixes, as chunks of no tokens.
         self._coming: OrderedDict[ChunkKey, None] = OrderedDict()
         self.num_chunks = self.num_tokens = self.num_hits = self.num_hit_tokens = 0
         self.num_unpaid = self.num_failures = 0
@@ -86,9 +84,10 @@ class Learner:
         """
         if not self.is_on:
             return
-        # Of all tokens: an agent whose history is an exact prefix computes little, and must learn.
-        self._credit = min(_MOST_CREDIT, self._credit + self._share * state.report.prompt_tokens)
         search = state.search
+        if search is not None:
+            # Of all tokens: an agent whose history is an exact prefix computes little, and must learn.
+            self.credit.earn(search.tenant, state.report.prompt_tokens)
         try:
             self._count_hits(state)
             if search is not None and search.learns and search.num_tokens == len(tokens):
@@ -100,6 +99,7 @@ class Learner:
     def built(self, key: ChunkKey) -> None:
         """Note that a chunk is stored which was learned."""
         self._coming.pop(key, None)
+        self._coming.pop(key.prefix_only, None)
         self._finder.built(key, learned=True)
 
     def clear(self) -> None:
@@ -157,22 +157,32 @@ class Learner:
         )
         lesson = self._lessons.study(prompt)
         self._sightings.add(sample, lesson.new, start)
+        if not lesson.chunks:
+            return
+        # Whoever has the first chunk built pays for the build prefix too, unless it is there.
+        unpaid = 0 if home in self._coming else self._finder.missing_prefix(home)
         for chunk in lesson.chunks:
-            self._build(
-                msgspec.structs.replace(home, tokens=tokens[chunk.start : chunk.stop].tobytes())
-            )
+            learned = tokens[chunk.start : chunk.stop].tobytes()
+            if self._build(search.tenant, msgspec.structs.replace(home, tokens=learned), unpaid):
+                unpaid = 0
 
-    def _build(self, key: ChunkKey) -> None:
+    def _build(self, tenant: str, key: ChunkKey, prefix_tokens: int) -> bool:
+        """Have a chunk built if its tenant can pay for it and for these tokens of its build prefix."""
         if key in self._coming:
             self._coming.move_to_end(key)
-        elif key.length > self._credit:
-            self.num_unpaid += 1
-            return
-        else:
-            self._credit -= key.length
+        elif self.credit.spend(tenant, prefix_tokens + key.length):
             self.num_chunks += 1
             self.num_tokens += key.length
-            self._coming[key] = None
-            if len(self._coming) > _MOST_COMING:
-                self._coming.popitem(last=False)
+            self._note_coming(key)
+            if prefix_tokens:
+                self._note_coming(key.prefix_only)
+        else:
+            self.num_unpaid += 1
+            return False
         self.builder.enqueue([key])
+        return True
+
+    def _note_coming(self, key: ChunkKey) -> None:
+        self._coming[key] = None
+        if len(self._coming) > _MOST_COMING:
+            self._coming.popitem(last=False)

@@ -15,6 +15,7 @@ from sgl_blend.finding.sightings import Sightings
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.start_index import StartIndex
 from sgl_blend.scheduler.builds import ChunkBuilder
+from sgl_blend.scheduler.credit import Credit
 from sgl_blend.scheduler.finder import Finder
 from sgl_blend.scheduler.learner import Learner
 from sgl_blend.settings.config import BlendConfig
@@ -82,7 +83,7 @@ def make_learner(
         finding.borders,
         make_builder(told),
         finding.finder,
-        share=config.blend_learn_share,
+        Credit(config.blend_learn_share),
     )
     told.append(learner.built)
     return learner

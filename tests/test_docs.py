@@ -10,6 +10,7 @@ import pytest
 from sgl_blend.engine.compatibility import MODELS
 from sgl_blend.engine.served import SERVED
 from sgl_blend.engine.versions import TESTED_VERSIONS
+from sgl_blend.settings.config import BlendConfig
 from tools.compatibility import NOT_SHOWN, laws_by_class, laws_of, passed_of
 from tools.docs_pages import BLOCKS, blocks_of, pages, stale_pages, with_tables
 
@@ -46,6 +47,14 @@ def anchors(path: Path) -> set[str]:
 def test_tables_are_what_the_code_and_the_results_say() -> None:
     stale = [str(path.relative_to(ROOT)) for path in stale_pages()]
     assert stale == [], "run python -m tools.docs_pages"
+
+
+def test_flags_are_shown_with_their_defaults() -> None:
+    rows = [[cell.strip() for cell in row.split("|")] for row in BLOCKS["flags"]().splitlines()]
+    shown = {row[1]: row[2] for row in rows[2:]}
+    assert shown["`--enable-blend`"] == "off"
+    assert shown["`--blend-learn-share`"] == "`0.15`"
+    assert len(shown) == len(BlendConfig.__struct_fields__)
 
 
 def test_every_table_is_on_one_page() -> None:

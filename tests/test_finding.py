@@ -173,13 +173,11 @@ def test_what_is_learned_is_paid_for(start_engine: StartEngine) -> None:
 
 def _credit_of_a_history(driver: Driver) -> tuple[float, list[dict[str, Any]]]:
     begin(driver)
-    learner = driver.runtime.learner
-    learner._credit = 0.0
+    saved = driver.runtime.learner.credit._saved
+    saved.clear()
     prompt = Prompt([random_tokens(41, 400)])
     reports = [ask(driver, prompt).report for _ in range(2)]
-    credit = learner._credit
-    learner._credit = 16_384.0
-    return credit, reports
+    return sum(saved.values()), reports
 
 
 def test_a_history_that_is_an_exact_prefix_pays_too(start_engine: StartEngine) -> None:

@@ -76,7 +76,7 @@ def test_runs_are_split_where_messages_begin(
     ("size", "borders", "expected"),
     [
         (1_024, {}, [(0, 1_024)]),
-        (1_087, {}, [(0, 1_024)]),
+        (1_087, {}, [(0, 1_023), (1_023, 1_087)]),  # no crumb is left
         (1_088, {}, [(0, 1_024), (1_024, 1_088)]),
         (1_500, {"line": [600, 700]}, [(0, 700), (700, 1_500)]),
         (1_500, {"blank_line": [600], "line": [700]}, [(0, 600), (600, 1_500)]),
@@ -111,6 +111,36 @@ def test_chunks_are_disjoint_of_a_legal_length_and_lose_crumbs_alone(
         crumbs = [two - one for one, two in pairwise([end, *inside, begin])]
         assert begin >= end
         assert max(crumbs) < (8 if number else 8 + 16)
+
+
+@pytest.mark.parametrize(
+    ("seams", "expected"),
+    [
+        ([], [(0, 400)]),
+        ([100, 200], [(0, 100), (100, 200), (200, 400)]),
+        ([50, 100, 150, 200], [(0, 100), (100, 200), (200, 400)]),  # too near to each other
+        ([340], [(0, 400)]),  # too near to the end
+    ],
+)
+def test_a_seam_is_no_cut_where_it_would_leave_a_crumb(
+    seams: list[int], expected: list[tuple[int, int]]
+) -> None:
+    assert Lessons().split(Span(0, 400), borders_at(400), seams) == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    strengths=st.lists(st.sampled_from([0] * 20 + [1, 2, 3, 4]), min_size=30, max_size=200),
+    start=st.integers(0, 29),
+    seams=st.sets(st.integers(0, 200)),
+)
+def test_seams_lose_no_token(strengths: list[int], start: int, seams: set[int]) -> None:
+    span, at = Span(start, len(strengths)), np.array(strengths, np.uint8)
+    lessons = Lessons(least=8, most=32)
+    whole = lessons.split(span, at)
+    parts = lessons.split(span, at, sorted(seam for seam in seams if start < seam < span.stop))
+    assert all(8 <= part.num_tokens <= 32 for part in parts)
+    assert sum(part.num_tokens for part in parts) == sum(chunk.num_tokens for chunk in whole)
 
 
 # --- what was served ----------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from sgl_blend.engine.versions import TESTED_VERSIONS
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS
 from sgl_blend.report import BlendReport
-from sgl_blend.settings.config import add_flags
+from sgl_blend.settings.config import BlendConfig, add_flags
 from tools import answer_tables, compatibility, find_tables, results_tables, time_model
 
 ROOT = Path(__file__).parents[1]
@@ -42,9 +42,11 @@ def flags() -> str:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser)
     rows = []
+    defaults = BlendConfig()
     for action in parser._actions:
-        default = "" if action.default is None else f"`{action.default}`"
-        default = "off" if action.default is False else default
+        value = getattr(defaults, action.dest)
+        default = "" if value is None else f"`{value}`"
+        default = "off" if value is False else default
         rows.append((f"`{action.option_strings[0]}`", default, str(action.help)))
     return table(("flag", "default", "meaning"), rows)
 

@@ -15,7 +15,7 @@ role's last messages did, one that did not is learned as a whole.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any
 
 import numpy as np
@@ -131,23 +131,33 @@ class Lessons:
         Args:
             span: In the prompt.
             strengths: uint8 [n], the border in front of each token of the prompt.
-            seams: Where to cut besides, inside of the stretch.
+            seams: Where to cut besides, ascending. A cut that would leave a crumb is not made.
 
         Returns:
-            Disjoint, ascending, of ``least`` to ``most`` tokens. Crumbs are left out.
+            Disjoint, ascending, of ``least`` to ``most`` tokens. Messages too short are left out.
         """
         if span.num_tokens < self._least:
             return []
         start = self._snap(span, strengths)
-        chunks = []
-        for cut in sorted({*_message_starts(strengths, Span(start, span.stop)), *seams}):
-            if cut <= start or span.stop - cut < self._least:
-                continue
-            if cut - start >= self._least:
-                chunks += self._split_by_length(Span(start, cut), strengths)
-            start = cut
-        chunks += self._split_by_length(Span(start, span.stop), strengths)
-        return chunks
+        begins = [
+            begin
+            for begin in _message_starts(strengths, Span(start, span.stop))
+            if start < begin <= span.stop - self._least
+        ]
+        return [
+            chunk
+            for message in starmap(Span, pairwise([start, *begins, span.stop]))
+            for part in self._split_at(message, seams)
+            for chunk in self._split_by_length(part, strengths)
+        ]
+
+    def _split_at(self, span: Span, seams: Iterable[int]) -> list[Span]:
+        """Cut at the first seam that leaves enough on both sides, and so on."""
+        cuts = [span.start]
+        for seam in seams:
+            if cuts[-1] + self._least <= seam <= span.stop - self._least:
+                cuts.append(seam)
+        return list(starmap(Span, pairwise([*cuts, span.stop])))
 
     def forget(self, tenant: str) -> None:
         """Forget the counts of a tenant."""
@@ -166,17 +176,18 @@ class Lessons:
         return span.start + (strongest if first_tokens[strongest] >= Border.LINE else 0)
 
     def _split_by_length(self, span: Span, strengths: Strengths) -> list[Span]:
+        if span.num_tokens < self._least:
+            return []
         chunks = []
         start = span.start
         while span.stop - start > self._most:
-            # The last of the strongest borders in the second half.
+            # The last of the strongest borders in the second half, unless it leaves a crumb.
             half = start + self._most // 2 + 1
-            second_half = strengths[half : start + self._most + 1][::-1]
-            cut = start + self._most - int(second_half.argmax())
+            last = min(start + self._most, span.stop - self._least)
+            cut = last - int(strengths[half : last + 1][::-1].argmax())
             chunks.append(Span(start, cut))
             start = cut
-        if span.stop - start >= self._least:
-            chunks.append(Span(start, span.stop))
+        chunks.append(Span(start, span.stop))
         return chunks
 
     def _find_new(self, prompt: Prompt, messages: Iterable[Message]) -> list[NewText]:

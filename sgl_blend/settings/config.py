@@ -52,7 +52,7 @@ _HELP = {
     "stored chunks are found in unmarked text, too. learned: text that comes again becomes a chunk "
     "besides. With --blend-on-miss build only marks is allowed.",
     "blend_learn_share": "With --blend-find learned: at most so many tokens are built in the "
-    "background per token of clients' prompts, from 0 to 1.",
+    "background per token of a tenant's prompts, from 0 to 1.",
     "blend_preset": "Settings that belong to the model: a file that sgl-blend verify wrote for it, or "
     f"{', '.join(PRESETS)}, for models that were trained with Block-Attention. Flags that are not "
     "given are taken from it. A file of another model is refused.",
