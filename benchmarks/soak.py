@@ -70,8 +70,7 @@ MARKED = 0.2
 HOST_TIER_FLAGS = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
 KEEPS_CONNECTIONS = "SGLANG_TIMEOUT_KEEP_ALIVE=3600"
-"""SGLang closes connections that are idle for 5 s. A server that stands still as long, on a machine
-with more work than cores, closes what a client has just written to: a reset without an answer."""
+"""SGLang closes connections that are idle for 5 s, also while a client writes to them."""
 MIN_SECONDS_TO_RETRACT = 600.0
 """SGLang retracts once in about 500 requests of this traffic, so a short run may see none."""
 WARM_UP = 0.25
@@ -150,7 +149,8 @@ async def soak(
     blend: Server, stock: Server, tally: Tally, args: argparse.Namespace, setup: Setup
 ) -> list[str]:
     """Run all clients and the operator for a while; return what the operator's doings are called."""
-    limits = httpx.Limits(max_connections=64, keepalive_expiry=0.5)
+    # httpx may close a connection that expires after it was given to a request: a ReadError.
+    limits = httpx.Limits(max_connections=64, keepalive_expiry=None)
     async with (
         httpx.AsyncClient(
             base_url=blend.url, timeout=180.0, trust_env=False, limits=limits
