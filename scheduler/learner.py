@@ -159,9 +159,10 @@ class Learner:
         self._sightings.add(sample, lesson.new, start)
         if not lesson.chunks:
             return
-        # Whoever has the first chunk built pays for the build prefix too, unless it is there.
+        # Late text first, where not all can be paid: conversations drop their early messages first.
+        # The chunk that is paid for first pays for the build prefix too, unless that is there.
         unpaid = 0 if home in self._coming else self._finder.missing_prefix(home)
-        for chunk in lesson.chunks:
+        for chunk in reversed(lesson.chunks):
             learned = tokens[chunk.start : chunk.stop].tobytes()
             if self._build(search.tenant, msgspec.structs.replace(home, tokens=learned), unpaid):
                 unpaid = 0

@@ -135,6 +135,26 @@ def test_a_tenant_pays_for_the_build_prefix_too(start_engine: StartEngine) -> No
     assert found == 70
 
 
+def _first_paid(driver: Driver) -> list[int]:
+    """Repeat two documents until one of them is paid for; return its tokens."""
+    _begin(driver)
+    learner = driver.runtime.learner
+    with patch.object(learner.builder, "enqueue", wraps=learner.builder.enqueue) as enqueue:
+        for turn in range(8):
+            segments = [random_tokens(93_000 + 3 * turn, 9), DOCUMENTS[0]]
+            segments += [random_tokens(93_001 + 3 * turn, 9), DOCUMENTS[1]]
+            ask(driver, Prompt([*segments, random_tokens(93_002 + 3 * turn, 9)], salt="late"))
+            if enqueue.called:
+                (key,) = enqueue.call_args.args[0]
+                return list(np.frombuffer(key.tokens, np.int64))
+    return []
+
+
+def test_late_text_is_paid_for_first(start_engine: StartEngine) -> None:
+    engine = start_engine(blend_find="learned")
+    assert engine.call(_first_paid) == DOCUMENTS[1]
+
+
 def _names_kept(driver: Driver, salt: str) -> set[int]:
     driver.settle()
     ask(driver, shown(1, seed=1, salt=salt))

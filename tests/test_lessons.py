@@ -119,28 +119,32 @@ def test_chunks_are_disjoint_of_a_legal_length_and_lose_crumbs_alone(
         ([], [(0, 400)]),
         ([100, 200], [(0, 100), (100, 200), (200, 400)]),
         ([50, 100, 150, 200], [(0, 100), (100, 200), (200, 400)]),  # too near to each other
+        ([30, 200], [(30, 200), (200, 400)]),  # a crumb in front
+        ([200, 230], [(0, 230), (230, 400)]),  # a crumb belongs to what stands before it
         ([340], [(0, 400)]),  # too near to the end
     ],
 )
-def test_a_seam_is_no_cut_where_it_would_leave_a_crumb(
-    seams: list[int], expected: list[tuple[int, int]]
-) -> None:
+def test_a_seam_leaves_no_crumb(seams: list[int], expected: list[tuple[int, int]]) -> None:
     assert Lessons().split(Span(0, 400), borders_at(400), seams) == expected
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    strengths=st.lists(st.sampled_from([0] * 20 + [1, 2, 3, 4]), min_size=30, max_size=200),
+    strengths=st.lists(st.sampled_from([0] * 20 + [1, 2, 3]), min_size=30, max_size=200),
     start=st.integers(0, 29),
     seams=st.sets(st.integers(0, 200)),
 )
-def test_seams_lose_no_token(strengths: list[int], start: int, seams: set[int]) -> None:
+def test_seams_lose_a_crumb_in_front_at_most(
+    strengths: list[int], start: int, seams: set[int]
+) -> None:
     span, at = Span(start, len(strengths)), np.array(strengths, np.uint8)
     lessons = Lessons(least=8, most=32)
     whole = lessons.split(span, at)
     parts = lessons.split(span, at, sorted(seam for seam in seams if start < seam < span.stop))
     assert all(8 <= part.num_tokens <= 32 for part in parts)
-    assert sum(part.num_tokens for part in parts) == sum(chunk.num_tokens for chunk in whole)
+    assert all(one.stop == other.start for one, other in pairwise(parts))
+    lost = sum(chunk.num_tokens for chunk in whole) - sum(part.num_tokens for part in parts)
+    assert 0 <= lost < 8
 
 
 # --- what was served ----------------------------------------------------------------------------

@@ -152,12 +152,19 @@ class Lessons:
         ]
 
     def _split_at(self, span: Span, seams: Iterable[int]) -> list[Span]:
-        """Cut at the first seam that leaves enough on both sides, and so on."""
-        cuts = [span.start]
-        for seam in seams:
-            if cuts[-1] + self._least <= seam <= span.stop - self._least:
-                cuts.append(seam)
-        return list(starmap(Span, pairwise([*cuts, span.stop])))
+        """Cut behind seams so that no part is too short.
+
+        What is too short for a part of its own goes to the part before it, because a part is found from
+        its beginning on. What stands in front of the first part is left out.
+        """
+        inside = [seam for seam in seams if span.start < seam <= span.stop - self._least]
+        begins = [span.start]
+        for seam, following in pairwise([*inside, span.stop]):
+            if seam - begins[-1] >= self._least:
+                begins.append(seam)
+            elif following - seam >= self._least:
+                begins[-1] = seam
+        return list(starmap(Span, pairwise([*begins, span.stop])))
 
     def forget(self, tenant: str) -> None:
         """Forget the counts of a tenant."""
