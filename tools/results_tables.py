@@ -217,8 +217,8 @@ def closed_loop() -> str:
     return told + table(header, rows)
 
 
-def soak() -> str:
-    found = load("soak.json")
+def soak(name: str = "soak.json") -> str:
+    found = load(name)
     rows: list[tuple[str, object]] = [
         ("requests", f"{found['requests']:,}"),
         ("requests per second", f"{found['requests_per_s']:.2f}"),
@@ -256,8 +256,8 @@ def profile() -> str:
     return known + told + table(("phase", "ms", "share"), rows)
 
 
-def novel() -> str:
-    found = load("novel.json")
+def novel(name: str = "novel.json") -> str:
+    found = load(name)
     rows = []
     for case in found["cases"].values():
         name = f"{case['library_in_pools']:g} pools, tenants: {case['tenants']}"
@@ -314,7 +314,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "match": match,
     "closed-loop": closed_loop,
     "soak": soak,
+    "soak-experts": lambda: soak("soak-experts.json"),
+    "soak-adapters": lambda: soak("soak-adapters.json"),
     "novel": novel,
+    "novel-host": lambda: novel("novel-host.json"),
     "codec": codec,
     "profile-demo-cpu": profile,
 }
