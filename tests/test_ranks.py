@@ -161,6 +161,7 @@ def _wander(driver: Driver, rank: int) -> list[dict[str, Any]]:
     finally:
         time.monotonic = monotonic
     driver.settle()
+    driver.flush()  # SGLang's tree dates its nodes: no clock goes back, but this one did
     return reports
 
 
