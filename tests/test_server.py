@@ -376,10 +376,11 @@ def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path
 
 def test_a_benchmark_reads_an_answer_in_two_pieces(server: Server) -> None:
     prompt = benchmark.Prompt(token_ids=list(range(10, 60)), spans=[])
-    body = benchmark.to_body(prompt, None, 16, first_and_last=True)
+    body = benchmark.to_body(prompt, None, 200, first_and_last=True)
     headers = {"Content-Type": "application/json"}
     url = f"{server.url}/generate"
     with httpx.stream("POST", url, content=body, headers=headers, timeout=120) as answer:
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
     pieces = [json.loads(line.removeprefix("data: "))["meta_info"] for line in lines]
-    assert [piece["completion_tokens"] for piece in pieces] == [1, 16]
+    # So many that one piece is gone before the other comes: SGLang sends what waits as one.
+    assert [piece["completion_tokens"] for piece in pieces] == [1, 200]
