@@ -85,12 +85,13 @@ class Learner:
         if not self.is_on:
             return
         search = state.search
-        if search is not None:
-            # Of all tokens: an agent whose history is an exact prefix computes little, and must learn.
-            self.credit.earn(search.tenant, state.report.prompt_tokens)
         try:
             self._count_hits(state)
-            if search is not None and search.learns and search.num_tokens == len(tokens):
+            if search is None:
+                return
+            # Of all tokens: an agent whose history is an exact prefix computes little, and must learn.
+            self.credit.earn(search.tenant, state.report.prompt_tokens)
+            if search.learns and search.num_tokens == len(tokens):
                 self._learn(search, state, tokens)
         except Exception:  # a bug of ours must not end a server
             self.num_failures += 1
