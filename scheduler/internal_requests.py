@@ -9,7 +9,7 @@ from collections.abc import Callable
 from sgl_blend.engine.adapters import adapter_of_class
 from sgl_blend.engine.objects import Req, Scheduler, Verdict
 from sgl_blend.engine.requests import new_silent_request
-from sgl_blend.engine.rounds import lowest_priority, vocab_size
+from sgl_blend.engine.rounds import lowest_priority
 from sgl_blend.engine.tp_group import TPGroup
 
 _MARK = "sgl_blend_internal"
@@ -53,7 +53,7 @@ def new_internal_request(
         token_ids,
         salt=salt,
         extra_key=extra_key,
-        vocab_size=vocab_size(scheduler),
+        scheduler=scheduler,
         priority=lowest_priority(scheduler),
         adapter=adapter_of_class(scheduler, extra_key),
     )

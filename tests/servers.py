@@ -60,11 +60,14 @@ class Server:
             return status, text
 
     def generate(self, text: str, **params: Any) -> dict[str, Any]:
-        sampling = {"temperature": 0, "max_new_tokens": 4, "custom_params": params or None}
-        status, body = self.request("/generate", {"text": text, "sampling_params": sampling})
+        status, body = self.sample(text, custom_params=params or None)
         assert status == 200, body
         answer: dict[str, Any] = body
         return answer
+
+    def sample(self, text: str, **sampling: Any) -> tuple[int, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": 4, **sampling}
+        return self.request("/generate", {"text": text, "sampling_params": sampling})
 
     def totals(self) -> dict[str, Any]:
         totals: dict[str, Any] = self.request("/server_info")[1]["internal_states"][0]["sgl_blend"]

@@ -7,8 +7,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -384,3 +386,14 @@ def test_a_benchmark_reads_an_answer_in_two_pieces(server: Server) -> None:
     pieces = [json.loads(line.removeprefix("data: "))["meta_info"] for line in lines]
     # So many that one piece is gone before the other comes: SGLang sends what waits as one.
     assert [piece["completion_tokens"] for piece in pieces] == [1, 200]
+
+
+def test_a_request_with_penalties_decodes_beside_builds(server: Server) -> None:
+    more = {"min_new_tokens": 3, "frequency_penalty": 0.1, "max_new_tokens": 1500}
+    with ThreadPoolExecutor() as pool:
+        decoding = pool.submit(server.sample, "x", ignore_eos=True, **more)
+        while not decoding.done():  # builds join the batch that is decoded, and end in it
+            server.generate(rag_text(0, 1, 2).replace(SEP, SEP + uuid4().hex))
+    status, body = decoding.result()
+    assert (status, body["meta_info"]["completion_tokens"]) == (200, 1500)
+    server.wait_for_builds()

@@ -46,6 +46,7 @@ class Tree(Protocol):
     get_prefix_hash_values: Callable[..., list[str]]
     prefetch_from_storage: Callable[..., Any]
     has_ongoing_prefetch: Callable[..., bool]
+    ongoing_prefetch: dict[Any, Any]
     pop_prefetch_loaded_tokens: Callable[..., int]
     release_aborted_request: Callable[..., None]
     evictable_size: Callable[..., int]
@@ -81,6 +82,7 @@ class Req(Protocol):
     cache_salt: str | None
     extra_key: str | None
     lora_id: str | None
+    tokenizer: Any
     full_untruncated_fill_ids: array[int]
     sampling_params: Any
     cached_tokens: int

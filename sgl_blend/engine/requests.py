@@ -15,6 +15,7 @@ from sgl_blend.engine.objects import (
     Received,
     Req,
     RequestHandle,
+    Scheduler,
     TokenizerManager,
     Tree,
 )
@@ -59,13 +60,15 @@ def new_silent_request(
     *,
     salt: str | None,
     extra_key: str | None,
-    vocab_size: int,
+    scheduler: Scheduler,
     priority: int | None,
     adapter: str | None = None,
 ) -> Req:
     """Make a request that prefills token_ids into a namespace, ends at once and is never streamed.
 
-    The class (extra_key) of a request with an adapter holds the adapter's id.
+    The class (extra_key) of a request with an adapter holds the adapter's id. It has a tokenizer as
+    each request of the scheduler: with the overlap schedule it stands in a batch with clients' requests
+    for a moment, and the penalties of those look at the tokenizer of each.
     """
     from sglang.srt.managers.schedule_batch import Req as SGLangReq
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -82,11 +85,12 @@ def new_silent_request(
         "",
         token_ids,
         sampling,
-        vocab_size=vocab_size,
+        vocab_size=scheduler.model_config.vocab_size,
         priority=priority,
         eos_token_ids=set(),
         **namespace,
     )
+    req.tokenizer = scheduler.tokenizer
     give_adapter(req, adapter)
     # It waits since now. SGLang's drainer of adapters makes room for who has waited for long.
     req.time_stats.wait_queue_entry_time = time.perf_counter()
