@@ -188,6 +188,7 @@ class Sightings:
         places = self._places[bucket[row], way]
         runs: list[Run] = []
         done, best, best_offset = start, _no_run(start), -1
+        too_short: dict[int, int] = {}  # how far a copy that is moved so far goes
         for offset, place in zip(sample.offsets[row].tolist(), places.tolist(), strict=True):
             if offset < done:
                 continue
@@ -198,7 +199,11 @@ class Sightings:
                 best, best_offset = _no_run(done), offset
                 if offset < done:
                     continue
+            if offset < too_short.get(place - offset, 0):
+                continue
             run = self._extend(sample, offset, place, done)
+            if run.span.num_tokens < self._least:
+                too_short[place - offset] = run.span.stop
             # Of copies that go equally far the last one: it bears the labels of what came as a prefix.
             if (run.span.num_tokens, run.place) > (best.span.num_tokens, best.place):
                 best = run
