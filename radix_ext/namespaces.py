@@ -104,6 +104,11 @@ def is_chunk_of(salt: str | None, model: ModelFingerprint) -> bool:
     return salt is not None and salt.startswith(f"{RESERVED_SALT}c:{model}:")
 
 
+def is_built_by(salt: str, model: ModelFingerprint) -> bool:
+    """Tell whether a namespace holds what a model builds: its chunks, or probes of them."""
+    return salt.startswith((f"{RESERVED_SALT}c:{model}:", f"{RESERVED_SALT}p:{model}:"))
+
+
 def shadow_salt(model: ModelFingerprint, client_salt: str | None) -> str:
     """Name the namespace of full prefills by weights that the exact namespace may not be of."""
     return f"{RESERVED_SALT}s:{model}:{client_salt or ''}"

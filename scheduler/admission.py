@@ -98,6 +98,8 @@ class Admission:
         req, state = attempt.req, attempt.state
         if state.model not in (None, self._model.fingerprint):
             self._follow_model(req, state)
+        else:
+            state.follow_search(self._model)
         reason = state.fallback or _why_not(req, state)
         if reason is not None:
             return _add_plain(attempt, reason)

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from sgl_blend.engine.tree import TreeLock
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
+from sgl_blend.radix_ext.namespaces import is_built_by
+from sgl_blend.scheduler.loaded_model import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +31,26 @@ class StepPlanner:
     Cuts lie at multiples of the step's length, counted from where build prefix or chunk begin (at a
     page, since the tree holds whole pages). KV that ends between two cuts was computed for another
     chunk which begins alike, and is computed again.
+
+    Args:
+        store: The tree.
+        step_tokens: Most tokens of a step.
+        model: Whose chunks are built. A request that arrived under other weights may still ask for
+            chunks in a namespace of those; nothing is built there.
     """
 
-    def __init__(self, store: ChunkStore, step_tokens: int) -> None:
+    def __init__(self, store: ChunkStore, step_tokens: int, model: LoadedModel) -> None:
         self.store = store
         self.step_tokens = step_tokens
+        self.model = model
 
     def next_step(self, key: ChunkKey) -> BuildStep | None:
-        """Return the next step: first of the build prefix, then of the chunk; None if all is stored."""
+        """Return the next step: first of the build prefix, then of the chunk; None if none is due.
+
+        That is so if all is stored, or if it was to be stored for other weights.
+        """
+        if not is_built_by(key.salt, self.model.fingerprint):
+            return None
         path = key.path
         stored = self.store.stored_tokens(path, salt=key.salt, extra_key=key.extra_key)
         begin = self.store.whole_pages(key.prefix_length)

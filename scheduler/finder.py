@@ -127,6 +127,10 @@ class Finder:
         """Take what stands before a client's first mark for the beginning of its other prompts."""
         self._heads.name(tenant, ids_of(tokens))
 
+    def is_stored(self, key: ChunkKey) -> bool:
+        """Tell whether a chunk is stored; counts it as used now."""
+        return self._store.is_complete(key)
+
     def find(self, home: ChunkKey, tokens: array[int], marked: Sequence[Span]) -> list[Span]:
         """Find the pieces that stored chunks serve beside the marked ones.
 

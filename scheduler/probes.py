@@ -27,8 +27,9 @@ from sgl_blend.fusion.fusor import Fusor
 from sgl_blend.fusion.memory import Probed
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
-from sgl_blend.radix_ext.namespaces import probe_salt_of
+from sgl_blend.radix_ext.namespaces import is_built_by, probe_salt_of
 from sgl_blend.scheduler.build_steps import BuildStep, StepPlanner
+from sgl_blend.scheduler.loaded_model import LoadedModel
 
 NUM_PROBES = 2
 PROBE_TOKENS = 256
@@ -180,8 +181,10 @@ def _texts_after(prefix: bytes, texts: tuple[bytes, ...]) -> tuple[bytes, ...]:
 class ProbeSteps(StepPlanner):
     """Cuts probes into steps; the last one is run once more if its KV outlived what it was for."""
 
-    def __init__(self, store: ChunkStore, step_tokens: int, memories: Memories) -> None:
-        super().__init__(store, step_tokens)
+    def __init__(
+        self, store: ChunkStore, step_tokens: int, model: LoadedModel, memories: Memories
+    ) -> None:
+        super().__init__(store, step_tokens, model)
         self._memories = memories
 
     def hold(self, key: ChunkKey) -> TreeLock | None:
@@ -192,7 +195,7 @@ class ProbeSteps(StepPlanner):
     def next_step(self, key: ChunkKey) -> BuildStep | None:
         """Return the next step of a probe, None if it has run or its chunk is not stored."""
         assert isinstance(key, ProbeKey), "only probes are cut here"
-        if self._memories.wants(key) is None:
+        if self._memories.wants(key) is None or not is_built_by(key.salt, self.model.fingerprint):
             return None
         step = super().next_step(key)
         if step is not None:

@@ -16,7 +16,7 @@ from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.plan import BlendPlan, LayerSplit, StepPlan
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
-from sgl_blend.radix_ext.namespaces import ModelFingerprint
+from sgl_blend.radix_ext.namespaces import ModelFingerprint, is_chunk_of
 from sgl_blend.report import BlendReport
 from sgl_blend.scheduler.finder import Search
 from sgl_blend.scheduler.loaded_model import LoadedModel
@@ -203,10 +203,15 @@ class RequestState:
         self.model = model.fingerprint
         salt = model.chunk_namespace(self.client_salt)
         self.keys = tuple(msgspec.structs.replace(key, salt=salt) for key in self.keys)
-        if self.search is not None:
-            home = msgspec.structs.replace(self.search.home, salt=salt)
-            self.search = replace(self.search, home=home)
+        self.follow_search(model)
         self.build_rounds, self.builds_alone, self.waits_for = 0, False, ()
+
+    def follow_search(self, model: LoadedModel) -> None:
+        """Have learned what was looked for in the text for the weights that are loaded now."""
+        search = self.search
+        if search is not None and not is_chunk_of(search.home.salt, model.fingerprint):
+            salt = model.chunk_namespace(self.client_salt)
+            self.search = replace(search, home=msgspec.structs.replace(search.home, salt=salt))
 
     def retire_plan(self) -> None:
         """Give the plan up, but keep its tensors while a queued forward reads them.
