@@ -6,8 +6,16 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 
 from sgl_blend.engine.objects import Req, Tree
-from sgl_blend.engine.prefetch import Prefetch, drop_prefetch, is_on_its_way, take_loaded
+from sgl_blend.engine.prefetch import (
+    Prefetch,
+    drop_prefetch,
+    is_being_read,
+    is_on_its_way,
+    take_loaded,
+    tokens_read,
+)
 from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.scheduler.loading_controller import Patience
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.storage.codec.streams import RequestStream
 
@@ -19,11 +27,12 @@ class Arrival:
     Attributes:
         req: The request.
         state: Its state.
-        patience_s: How long it waits.
+        patience: How long it waits.
         since_s: When it was first seen in a round; None before.
         coming: What is on its way, each with the chunk that it is a part of, if it is.
         next_keys: Chunks to ask for once their build prefix is there.
         is_awaited: Whether the request still waits for it.
+        num_come: Tokens that have come, of what is over.
         in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
         stream: Chooses the level of each chunk; None if nothing is lost.
         prefilled: Tokens of the prompt for which that is done.
@@ -31,7 +40,7 @@ class Arrival:
 
     req: Req
     state: RequestState
-    patience_s: float
+    patience: Patience
     in_pieces: bool
     stream: RequestStream | None = None
     prefilled: int = 0
@@ -39,6 +48,7 @@ class Arrival:
     coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
     next_keys: tuple[ChunkKey, ...] = ()
     is_awaited: bool = True
+    num_come: int = 0
 
     def take_over(self, tree: Tree) -> list[ChunkKey]:
         """Take what is over off what is on its way; return the chunks of which something came."""
@@ -46,12 +56,24 @@ class Arrival:
         for prefetch in [one for one in self.coming if not is_on_its_way(tree, one)]:
             key, loaded = self.coming.pop(prefetch), take_loaded(tree, prefetch)
             self.state.storage_tokens += loaded
+            self.num_come += loaded
             if key is None or not loaded:
                 continue
             came.append(key)
             if prefetch.chunk is not None and (level := prefetch.chunk.level) is not None:
                 self.state.levels[key] = level
         return came
+
+    def progress(self, tree: Tree) -> tuple[int, int]:
+        """Return the tokens that have come to this rank, and those that may still come."""
+        read = sum(tokens_read(tree, prefetch) for prefetch in self.coming)
+        asked = sum(prefetch.num_tokens for prefetch in self.coming)
+        later = sum(key.length for key in self.next_keys)
+        return self.num_come + read, asked + later - read
+
+    def is_being_read(self, tree: Tree) -> bool:
+        """Tell whether all that is on its way goes on while the scheduler computes."""
+        return all(is_being_read(tree, prefetch) for prefetch in self.coming)
 
     def give_up(self, tree: Tree, keys: Set[ChunkKey] | None = None) -> None:
         """Give up some chunks that are on their way, or everything."""

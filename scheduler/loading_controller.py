@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from sgl_blend.engine.tp_group import TPGroup
-from sgl_blend.tuning.links import LinkClock, LinkSpeed, TimedLoad, deadline_s
+from sgl_blend.tuning.links import LinkClock, LinkSpeed, TimedLoad, deadline_s, expected_end_s
 from sgl_blend.tuning.load_choice import MAX_RATIO, Choice, Ratios, choose
 from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Prompt
 
@@ -21,6 +22,18 @@ logger = logging.getLogger(__name__)
 
 UNKNOWN_STORAGE = LinkSpeed(latency_s=1e-3, bytes_per_s=1e9)
 """What a store is taken for until it has answered: fast enough to be tried."""
+
+
+class Patience(NamedTuple):
+    """How long a request waits for its KV.
+
+    Attributes:
+        least_s: Until then in any case.
+        most_s: Until then if the rest is expected by that time at the pace so far.
+    """
+
+    least_s: float
+    most_s: float
 
 
 class LoadingController:
@@ -66,12 +79,25 @@ class LoadingController:
         return choose(prompt, self._times, links, Ratios(ratio, max(ratio, MAX_RATIO)))
 
     @staticmethod
-    def patience_s(choice: Choice) -> float:
+    def patience(choice: Choice) -> Patience:
         """Return how long a request waits for what it chose: then the rest is computed instead.
 
         Even where nothing is worth a wait it hears that storage holds nothing for it.
         """
-        return min(deadline_s(choice.wait_s), max(choice.patience_s, deadline_s(0.0)))
+        most_s = max(choice.patience_s, deadline_s(0.0))
+        return Patience(min(deadline_s(choice.wait_s), most_s), most_s)
+
+    def is_in_time(self, num_come: int, num_left: int, waited_s: float, patience: Patience) -> bool:
+        """Tell whether the rest of what a request waits for comes soon enough; all ranks ask together.
+
+        Args:
+            num_come: Tokens that are there, on this rank; the first rank's count.
+            num_left: Those that are still on their way.
+            waited_s: How long it has waited.
+            patience: How long it waits.
+        """
+        come, left = self._tp_group.agree([num_come, num_left])
+        return expected_end_s(come, left, waited_s) <= patience.most_s
 
     def host_loaded(self, num_bytes: int, seconds: float) -> None:
         """Take note of how long a load from host memory took."""

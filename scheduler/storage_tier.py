@@ -41,7 +41,7 @@ from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
 from sgl_blend.scheduler.arrivals import Arrival
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
-from sgl_blend.scheduler.loading_controller import LoadingController
+from sgl_blend.scheduler.loading_controller import LoadingController, Patience
 from sgl_blend.scheduler.lookup import Lookups
 from sgl_blend.scheduler.pieces import Pieces
 from sgl_blend.scheduler.request_state import RequestState
@@ -49,7 +49,7 @@ from sgl_blend.tuning.loading import Chunk, Place
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAIT_S = 2.0
+_PATIENCE = Patience(2.0, 2.0)
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
@@ -119,13 +119,13 @@ class StorageTier:
         covered = self._store.reach(tokens, salt=own, extra_key=first.extra_key)
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
-        keys, patience_s, in_pieces = self._choose(state, covered)
+        keys, patience, in_pieces = self._choose(state, covered)
         stream = None
         if self._levels is not None and keys and reads_coded(self._tree):
             stream = self._levels.stream(state, keys)
         if stream is not None:  # a finer level may take as long as there is time
-            patience_s = max(patience_s, stream.remaining_s)
-        arrival = Arrival(req, state, patience_s, in_pieces, stream)
+            patience = Patience(*(max(wait_s, stream.remaining_s) for wait_s in patience))
+        arrival = Arrival(req, state, patience, in_pieces, stream)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         if keys and self._ask_for_key(arrival, first.prefix_only, None):
@@ -155,13 +155,22 @@ class StorageTier:
             if arrival.is_awaited and not is_queued(self._scheduler, arrival.req):
                 arrival.give_up(self._tree)  # it was aborted
             waited_s = now_s - arrival.since_s
-            if arrival.is_awaited and (not arrival.coming or waited_s > arrival.patience_s):
+            if arrival.is_awaited and (not arrival.coming or self._is_late(arrival, waited_s)):
                 arrival.is_awaited = False
                 arrival.state.load_s += waited_s
             if arrival.is_awaited and arrival.in_pieces:
                 self._want_piece(arrival)
             if not arrival.coming:
                 del self._arrivals[rid]
+
+    def _is_late(self, arrival: Arrival, waited_s: float) -> bool:
+        patience = arrival.patience
+        if waited_s <= patience.least_s:
+            return False
+        if waited_s > patience.most_s or self._controller is None:
+            return True
+        come, left = arrival.progress(self._tree)
+        return not self._controller.is_in_time(come, left, waited_s, patience)
 
     def is_waited_for(self, rid: str) -> bool:
         """Tell whether a request goes on waiting for its KV; all ranks are told the same."""
@@ -250,7 +259,7 @@ class StorageTier:
 
     def _choose(
         self, state: RequestState, covered: int
-    ) -> tuple[tuple[ChunkKey, ...], float, bool]:
+    ) -> tuple[tuple[ChunkKey, ...], Patience, bool]:
         """Return the chunks to ask storage for, how long to wait for them, and if to prefill in pieces.
 
         Args:
@@ -261,7 +270,7 @@ class StorageTier:
         wanted = [(key, span) for key, span in pairs if span.stop > covered]
         if self._controller is None:
             lacking = [key for key, _ in wanted if not self._is_in_a_tier(key)]
-            return tuple(lacking), _MOST_WAIT_S, False
+            return tuple(lacking), _PATIENCE, False
         token_bytes = self._controller.token_bytes
         chunks, asks = [], False
         for key, span in wanted:
@@ -285,7 +294,7 @@ class StorageTier:
         keys = tuple(
             wanted[index][0] for index in choice.loaded if chunks[index].place is Place.STORAGE
         )
-        return keys, self._controller.patience_s(choice), choice.stepwise
+        return keys, self._controller.patience(choice), choice.stepwise
 
     def _is_in_a_tier(self, key: ChunkKey) -> bool:
         """Tell whether all of a chunk is on the device or on the host, in whatever namespace."""
@@ -321,6 +330,8 @@ class StorageTier:
         coming = set(arrival.coming.values())
         if None in coming:
             return  # the exact prefix, or the build prefix of all chunks
+        if not arrival.is_being_read(self._tree):
+            return  # a forward now would hold up what the scheduler has to do for it
         state = arrival.state
         awaited = [
             span.start for key, span in zip(state.keys, state.spans, strict=True) if key in coming

@@ -164,6 +164,19 @@ def is_on_its_way(tree: Tree, prefetch: Prefetch) -> bool:
     return bool(tree.has_ongoing_prefetch(prefetch.handle))
 
 
+def is_being_read(tree: Tree, prefetch: Prefetch) -> bool:
+    """Tell whether a prefetch goes on while the scheduler computes; all ranks are told the same.
+
+    Before that SGLang looks up how much is stored. Then the scheduler has to find room for it.
+    """
+    return tree.ongoing_prefetch[prefetch.handle].host_indices is not None
+
+
+def tokens_read(tree: Tree, prefetch: Prefetch) -> int:
+    """Return how many tokens of a prefetch that is on its way have come to this rank."""
+    return int(tree.ongoing_prefetch[prefetch.handle].operation.completed_tokens)
+
+
 def take_loaded(tree: Tree, prefetch: Prefetch) -> int:
     """Return how many tokens a prefetch that is over has brought; the tree forgets it."""
     loaded = int(tree.pop_prefetch_loaded_tokens(prefetch.handle))

@@ -139,3 +139,17 @@ def deadline_s(expected_s: float) -> float:
         expected_s: When it was expected, in seconds after its issue; queue and latency included.
     """
     return _WAIT_FACTOR * expected_s + _WAIT_S
+
+
+def expected_end_s(num_come: float, num_left: float, passed_s: float) -> float:
+    """Return when the rest of a load is there if it goes on at its pace so far.
+
+    Args:
+        num_come: Tokens or bytes that are there.
+        num_left: Those that are not.
+        passed_s: Seconds since its issue.
+
+    Returns:
+        Seconds after its issue; infinity if nothing is there.
+    """
+    return passed_s * (num_come + num_left) / num_come if num_come > 0 else math.inf
