@@ -68,7 +68,9 @@ def tokens(draw: Random, count: int) -> list[int]:
 
 
 def sampling(draw: Random, **params: Any) -> dict[str, Any]:
-    return {"temperature": 0, "max_new_tokens": draw.choice((1, 2, 5)), **params}
+    # SGLang's penalties look at every request of a batch, also at the server's own.
+    penalties = {"min_new_tokens": 1, "frequency_penalty": 0.2} if draw.random() < 0.2 else {}
+    return {"temperature": 0, "max_new_tokens": draw.choice((1, 2, 5)), **penalties, **params}
 
 
 def blended(draw: Random, num_chunks: int = 3, length: int = 60, **more: Any) -> dict[str, Any]:
