@@ -20,7 +20,7 @@ from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
 from sgl_blend.engine.tiers import host_token_bytes
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.scheduler.host_tier import HostTier
-from sgl_blend.scheduler.loading_controller import LoadingController
+from sgl_blend.scheduler.loading_controller import LoadingController, Patience
 from sgl_blend.scheduler.lookup import Lookup
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.scheduler.storage_tier import StorageTier
@@ -92,7 +92,7 @@ def _all_is_loaded() -> Iterator[None]:
     """Let all chunks be loaded, whether that is worth it or not."""
 
     def choose(tier: StorageTier, state: RequestState, covered: int) -> Any:
-        return state.keys, 10.0, True
+        return state.keys, Patience(10.0, 10.0), True
 
     def choose_on_host(tier: HostTier, state: RequestState, lookup: Lookup, *args: Any) -> Any:
         return args[0], None
@@ -270,6 +270,35 @@ def _ask_beside(driver: Driver, salt: str) -> bool:
 
 def test_others_do_not_wait_for_a_piece(start_engine: StartEngine) -> None:
     assert start_engine(**settings()).call(_ask_beside, "beside")
+
+
+def _ask_for_logprobs_beside(driver: Driver, salt: str) -> tuple[list[Any], Any]:
+    """Ask for all logprobs of a prompt, again and again while pieces are due, and once alone."""
+    _store(driver, salt)
+    pieces, beside = driver.runtime.storage._pieces, []
+    with slow_reads(READ_S):
+        req = driver.submit(_prompt(salt))
+        for number in range(10**4):
+            if req.finished():
+                break
+            wanted = Prompt([random_tokens(7, 60)], salt=f"{salt} {number}", logprob_start_len=0)
+            other = driver.submit(wanted)
+            driver.step()
+            batch = driver.scheduler.last_batch
+            rids = [] if batch is None else [one.rid for one in batch.reqs]
+            if other.rid in rids and any(map(pieces.owns, batch.reqs if rids else ())):
+                driver.run_until(other.finished)
+                beside.append(driver.answer(other).input_logprobs)
+    driver.settle()
+    alone = Prompt([random_tokens(7, 60)], salt=f"{salt} alone", logprob_start_len=0)
+    return beside, driver.ask(alone)[0].input_logprobs
+
+
+def test_a_piece_moves_nobody_elses_logprobs(start_engine: StartEngine) -> None:
+    beside, alone = start_engine(**settings()).call(_ask_for_logprobs_beside, "logprobs beside")
+    assert beside, "no batch held a piece and a client's request"
+    for logprobs in beside:
+        assert logprobs == pytest.approx(alone, abs=1e-3)
 
 
 def _ask_many(driver: Driver, salt: str) -> tuple[list[Answer], int]:

@@ -66,9 +66,9 @@ def new_silent_request(
 ) -> Req:
     """Make a request that prefills token_ids into a namespace, ends at once and is never streamed.
 
-    The class (extra_key) of a request with an adapter holds the adapter's id. It has a tokenizer as
-    each request of the scheduler: with the overlap schedule it stands in a batch with clients' requests
-    for a moment, and the penalties of those look at the tokenizer of each.
+    The class (extra_key) of a request with an adapter holds the adapter's id. It stands in
+    one batch with clients' requests, or does with the overlap schedule for a moment. So it has what
+    SGLang gives those: the penalties of one look at the tokenizer of each.
     """
     from sglang.srt.managers.schedule_batch import Req as SGLangReq
     from sglang.srt.sampling.sampling_params import SamplingParams
@@ -91,6 +91,7 @@ def new_silent_request(
         **namespace,
     )
     req.tokenizer = scheduler.tokenizer
+    req.logprob_start_len = -1  # of no row: SGLang reads it also where a neighbour wants logprobs
     give_adapter(req, adapter)
     # It waits since now. SGLang's drainer of adapters makes room for who has waited for long.
     req.time_stats.wait_queue_entry_time = time.perf_counter()
