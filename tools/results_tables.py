@@ -301,7 +301,7 @@ def codec() -> str:
             (f"`{level}`", f"{row['bits']:.2f}", f"{row['bits'] / row['ideal_bits']:.2f}", *told)
         )
     header = ("level", "bits a value", "of ideal arithmetic coding", *CODEC_SPEEDS)
-    return circumstances(found, "benchmarks/codec.py") + table(header, rows)
+    return circumstances(found["shape_origin"], "benchmarks/codec.py") + table(header, rows)
 
 
 CODEC_SPEEDS = ("encode", "decode", "decode, numba")
