@@ -170,10 +170,10 @@ class Learner:
 
     def _build(self, tenant: str, key: ChunkKey, prefix_tokens: int) -> bool:
         """Have a chunk built if its tenant can pay for it and for these tokens of its build prefix."""
-        if key in self._coming and self._finder.is_stored(key):
-            self.built(key)  # for another reason, or nobody knows any more how it begins
-            return True
         if key in self._coming:
+            if self._finder.is_stored(key):
+                self.built(key)  # for another reason, or nobody knows any more how it begins
+                return True
             self._coming.move_to_end(key)
         elif self.credit.spend(tenant, prefix_tokens + key.length):
             self.num_chunks += 1

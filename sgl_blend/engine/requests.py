@@ -66,9 +66,9 @@ def new_silent_request(
 ) -> Req:
     """Make a request that prefills token_ids into a namespace, ends at once and is never streamed.
 
-    The class (extra_key) of a request with an adapter holds the adapter's id. It stands in
-    one batch with clients' requests, or does with the overlap schedule for a moment. So it has what
-    SGLang gives those: the penalties of one look at the tokenizer of each.
+    The class (extra_key) of a request with an adapter holds the adapter's id. The request
+    stands in one batch with clients' requests, with the overlap schedule at least for a moment. So it
+    has what SGLang gives those: the penalties of one look at the tokenizer of each.
     """
     from sglang.srt.managers.schedule_batch import Req as SGLangReq
     from sglang.srt.sampling.sampling_params import SamplingParams
