@@ -1,7 +1,7 @@
 """What does a policy lose that drops rows before the first layer: by its choice, or by dropping at all?
 
-The blended forward once more in plain torch, on the demo's model of random weights and its documents.
-Each prompt holds six documents in a new order. Compared with a full prefill are:
+The blended forward once more in plain torch, on a model of the demo's shape with plain random weights.
+Each prompt holds six documents of the demo in a new order. Compared with a full prefill are:
 
     hkvd              all rows pass the layers up to the check layer
     stale             the same choice, but what is dropped keeps its stored KV in these layers too
@@ -32,7 +32,7 @@ from sgl_blend.policies import POLICIES
 from sgl_blend.scheduler.probes import made_up_texts
 from sgl_blend.settings.config import BlendConfig
 
-FOLDER = Path(__file__).parents[1] / "build" / "demo"
+FOLDER = Path(__file__).parents[1] / "build" / "lower-layers"
 CHECK = BlendConfig().blend_check_layer
 RATIO = BlendConfig().blend_recompute_ratio
 QUESTION = "Which of these modules can compare two sequences, and how?"
@@ -236,7 +236,7 @@ def main() -> None:
     args = parser.parse_args()
     share = POLICIES["funnel"].early_share
     assert share is not None, "the funnel trusts a memory"
-    material = prepare(FOLDER, Recipe(), print)
+    material = prepare(FOLDER, Recipe(readers_share=0.0), print)
     network = Network(material.model)
     found: dict[str, list[float]] = {"hkvd": [], "stale": [], "funnel": [], "true": []}
     for prompt in make_prompts(network, material.model, args.prompts):

@@ -12,7 +12,8 @@ import pydoc
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,9 @@ SYSTEM = (
 
 CHUNK_TOKENS = 360
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 200, 500
-CHUNKS_PER_PROMPT = 6
+CHUNKS_PER_PROMPT = 10
 NUM_PROMPTS = 8
+END_OF_QUESTION = "\nAnswer:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class Recipe:
         initializer_range: Standard deviation of the random weights. With the usual 0.02 attention
             is nearly uniform and the answer hardly depends on it; this large, heads look at
             particular tokens, so wrong KV shows in the answer.
+        readers_share: Of the documents' tokens, those that look at other text. In trained models
+            few tokens depend on what stands before them, too, and which is mostly a property of
+            the token (docs/quality.md). With 0 all tokens look wherever the random weights have
+            them look.
     """
 
     seed: int = 2405
@@ -65,6 +71,7 @@ class Recipe:
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
     initializer_range: float = 0.05
+    readers_share: float = 0.1
     max_position_embeddings: int = 4096
 
 
@@ -130,7 +137,9 @@ def prepare(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> Materia
         say(f"tokenizer, trained on {sum(map(len, corpus)) / 1e6:.1f} MB of text")
         vocab_size = make_tokenizer(corpus, recipe.vocab_size, model)
         say(f"model of {recipe.num_hidden_layers} layers")
-        made = {**wanted, "num_parameters": make_model(recipe, vocab_size, model)}
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+        readers = choose_readers(documents, tokenizer, recipe.readers_share)
+        made = {**wanted, "num_parameters": make_model(recipe, vocab_size, model, readers)}
         stamp.write_text(json.dumps(made))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     chunks = [next(cut(document, tokenizer)) for document in documents]
@@ -190,7 +199,7 @@ def make_prompts(chunks: list[str]) -> tuple[Prompt, ...]:
         question = (
             f"Question {first + 1}: what does the module {MODULES[order[3]]} offer that "
             f"{MODULES[order[1]]} does not, and how would you use it together with "
-            f"{MODULES[first]}?\nAnswer:"
+            f"{MODULES[first]}?{END_OF_QUESTION}"
         )
         prompts.append(Prompt(tuple(chunks[i] for i in order), question))
     return tuple(prompts)
@@ -202,7 +211,7 @@ def make_warm_up(chunks: list[str]) -> tuple[Prompt, ...]:
     They begin with chunks that no measured prompt begins with, so that a radix cache profits from
     them by the system prompt only.
     """
-    question = "Which modules are described above?\nAnswer:"
+    question = f"Which modules are described above?{END_OF_QUESTION}"
     orders = ((8, 0, 1, 2, 3, 4), (9, 5, 6, 7, 10, 11), (10, 4, 0, 5, 11, 2))
     return tuple(Prompt(tuple(chunks[i] for i in order), question) for order in orders)
 
@@ -274,8 +283,35 @@ def make_tokenizer(
     return len(fast)
 
 
-def make_model(recipe: Recipe, vocab_size: int, folder: Path) -> int:
+def choose_readers(documents: Sequence[str], tokenizer: Any, share: float) -> frozenset[int]:
+    """Return the token ids that look at other text, a share of all tokens in the documents.
+
+    The first token of every prompt is one, and the last one: its row of logits is the answer.
+    None is with a share of 0.
+    """
+    if not share:
+        return frozenset()
+    counts = Counter(token for text in documents for token in tokens_of(tokenizer, text))
+    readers = {tokenizer.bos_token_id, tokens_of(tokenizer, END_OF_QUESTION)[-1]}
+    left = share * counts.total() - sum(counts[token] for token in readers)
+    order = sorted(counts)
+    random.Random("readers").shuffle(order)
+    for token in order:
+        if token not in readers and counts[token] <= left:
+            readers.add(token)
+            left -= counts[token]
+    return frozenset(readers)
+
+
+def make_model(recipe: Recipe, vocab_size: int, folder: Path, readers: Collection[int] = ()) -> int:
     """Save a Llama with random weights and return how many parameters it has.
+
+    Args:
+        recipe: Its shape.
+        vocab_size: Token ids.
+        folder: Where to save it.
+        readers: Token ids that look at other text; every other one looks at itself. Without any,
+            all tokens look wherever the random weights have them look.
 
     Raises:
         ValueError: It is smaller or larger than the demo promises.
@@ -298,8 +334,44 @@ def make_model(recipe: Recipe, vocab_size: int, folder: Path) -> int:
         dtype="float32",
     )
     model = LlamaForCausalLM(config)
+    if readers:
+        with torch.no_grad():
+            _let_few_read(model, sorted(readers))
     num_parameters = int(sum(weight.numel() for weight in model.parameters()))
     if recipe == Recipe() and not 80e6 <= num_parameters <= 160e6:
         raise ValueError(f"the model must have 80 to 160 M parameters, got {num_parameters}")
     model.save_pretrained(folder)
     return num_parameters
+
+
+def _let_few_read(model: Any, readers: list[int]) -> None:
+    """Change the random weights of a Llama so that only some tokens look at other text.
+
+    Every other token has a long part of its own in its embedding. Queries and keys read it alike, and
+    no layer writes to it. So these tokens look at themselves, and their KV hardly depends on what
+    stands before them. Readers have a mark in place of that part, by which they look at each other.
+    The factors make attention sharp, and let layers add little to the stream, as in trained models.
+    """
+    own = model.config.hidden_size // 8
+    mark, head_dim = own, model.config.head_dim
+    embeddings = model.model.embed_tokens.weight
+    embeddings.normal_()
+    embeddings[:, :own] *= 12.0
+    embeddings[:, mark] = 0.0
+    embeddings[readers, :own] = 0.0
+    embeddings[readers, mark] = 3.0
+    model.lm_head.weight *= 2.0
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        q, k = attention.q_proj.weight, attention.k_proj.weight
+        k[:, :own] *= 2.0
+        q *= 3.0
+        queries, keys = q.unflatten(0, (-1, head_dim)), k.unflatten(0, (-1, head_dim))
+        queries[..., :own] = keys[..., :own].repeat_interleave(len(queries) // len(keys), 0)
+        for heads in (queries, keys):
+            heads[..., mark] = 0.0
+            heads[:, head_dim // 2 - 1, mark] = 3.0  # the pair of dimensions that turns slowest
+        attention.v_proj.weight *= 3.0
+        for writes in (attention.o_proj.weight, layer.mlp.down_proj.weight):
+            writes *= 0.15
+            writes[: mark + 1] = 0.0
