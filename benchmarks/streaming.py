@@ -239,6 +239,7 @@ def run(prompts: int) -> dict[str, Any]:
             levels = ",".join(LEVEL_ROWS)
             engine = Engine(model, **engine_settings(path, blend_store_levels=levels))
         try:
+            engine.call(Driver.use_all_cores)
             device_s = engine.call(store)
             print(f"chunks on the device: {device_s:.3f} s", flush=True)
             number = 100

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import tempfile
@@ -49,7 +48,6 @@ from unittest.mock import patch
 
 import mooncake_store
 import numpy as np
-import torch
 from harness import Driver, Engine, Prompt, rag_prompt, random_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
@@ -175,14 +173,6 @@ def link(driver: Driver) -> dict[str, float]:
     }
 
 
-def use_all_cores(driver: Driver) -> None:
-    """Have forwards use as many threads as the times of the model were measured with.
-
-    A driver of tests leaves them one, and the controller would take the model for faster than it is.
-    """
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-
-
 @contextmanager
 def started(
     model: Path, mode: str, extra: dict[str, Any] | None, profile: Path | None = None
@@ -208,7 +198,7 @@ def started(
             **more,
         )
         try:
-            engine.call(use_all_cores)
+            engine.call(Driver.use_all_cores)
             engine.call(store_chunks)
             yield engine
         finally:
