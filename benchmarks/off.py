@@ -37,6 +37,10 @@ from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running, stock_environment
 
 ROOT = Path(__file__).parents[1]
+SMALL_POOL = (
+    "--max-total-tokens",
+    "12288",
+)  # SGLang leaves 10 GB of memory free, and there are three
 PROMPT_TOKENS = 700
 BATCH = 8
 BOUND = 0.99
@@ -118,7 +122,7 @@ def main() -> int:
     parser.add_argument("--host-tier", action="store_true", help="with host memory behind the pool")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "off.json")
     args = parser.parse_args()
-    flags = HOST_TIER if args.host_tier else []
+    flags = [*HOST_TIER, *SMALL_POOL] if args.host_tier else []
     material = prepare(ROOT / "build" / "demo", Recipe(), print)
     found = {kind: {name: list[float]() for name in SERVERS[1:]} for kind in KINDS}
     for number in range(args.rounds):

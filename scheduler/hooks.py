@@ -39,6 +39,7 @@ from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of, rid_of_h
 from sgl_blend.engine.rounds import (
     StateReply,
     Updater,
+    has_last_batch,
     is_idle_round,
     is_prefill,
     scheduler_of,
@@ -121,6 +122,8 @@ def around_get_new_batch_prefill(
         runtime.rounds.end()
     if is_idle_round(plan):
         finish_loads(tree_of(scheduler))
+        if not has_last_batch(scheduler):
+            runtime.storage.let_read()
     return plan
 
 

@@ -53,6 +53,8 @@ _PATIENCE = Patience(2.0, 2.0)
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
+_MOMENT_S = 5e-4
+"""Short beside the read of a page, and long beside what a round without work takes."""
 
 
 class StorageTier:
@@ -171,6 +173,14 @@ class StorageTier:
             return True
         come, left = arrival.progress(self._tree)
         return not self._controller.is_in_time(come, left, waited_s, patience)
+
+    def let_read(self) -> None:
+        """Leave the core, and Python's lock, to the threads that read: this round has nothing to run.
+
+        They take no longer then if the machine has few cores. What a client sends waits as long.
+        """
+        if self._arrivals:
+            time.sleep(_MOMENT_S)
 
     def is_waited_for(self, rid: str) -> bool:
         """Tell whether a request goes on waiting for its KV; all ranks are told the same."""

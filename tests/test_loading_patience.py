@@ -92,6 +92,31 @@ def test_a_store_that_became_slow_is_waited_for_where_that_pays(
     )
 
 
+def _ask_and_count_rounds(driver: Driver) -> tuple[Answer, int]:
+    """Return the answer, and how many rounds the scheduler did while KV was on its way."""
+    storage, rounds = driver.runtime.storage, 0
+    stock = storage.begin_round
+
+    def begin(*args: Any) -> None:
+        nonlocal rounds
+        rounds += storage.needs_clock
+        stock(*args)
+
+    with patch.object(storage, "begin_round", begin), slow_reads(0.02):
+        answer, _ = _ask_stored(driver, "rounds", 1e-2)
+    return answer, rounds
+
+
+@pytest.mark.engine
+@NEEDS_NAMESPACES
+def test_a_server_that_only_waits_leaves_the_core_to_those_who_read(
+    start_engine: StartEngine,
+) -> None:
+    answer, rounds = start_engine(**settings()).call(_ask_and_count_rounds)
+    assert answer.report["load_ms"] > 100
+    assert 1 <= rounds <= 2 * answer.report["load_ms"] + 20, "two rounds a millisecond at most"
+
+
 def _ask_stalled_store(driver: Driver) -> tuple[Answer, float]:
     """Let some pages come, and then none for two seconds each."""
     stock, pages = HiCacheFile.get, count()

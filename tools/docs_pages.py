@@ -25,7 +25,14 @@ from sgl_blend.fallback import FallbackReason
 from sgl_blend.protocol.request import PARAMS
 from sgl_blend.report import BlendReport
 from sgl_blend.settings.config import BlendConfig, add_flags
-from tools import answer_tables, compatibility, find_tables, results_tables, time_model
+from tools import (
+    answer_tables,
+    compatibility,
+    find_tables,
+    results_tables,
+    storage_tables,
+    time_model,
+)
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end of generated -->\n)", re.DOTALL)
@@ -168,6 +175,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **results_tables.BLOCKS,
     **find_tables.BLOCKS,
     **answer_tables.BLOCKS,
+    **storage_tables.BLOCKS,
 }
 
 

@@ -96,6 +96,11 @@ def is_idle_round(plan: Any) -> bool:
     return plan.batch_to_run is None and plan.running_batch.is_empty()
 
 
+def has_last_batch(scheduler: Scheduler) -> bool:
+    """Tell whether a batch ran in the round before; its result may not have been looked at yet."""
+    return scheduler.last_batch is not None
+
+
 def is_prefill(batch: ScheduleBatch | ForwardBatch) -> bool:
     """Tell whether a batch computes prompts; drafts that the model verifies are none."""
     mode = batch.forward_mode
