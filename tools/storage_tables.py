@@ -1,10 +1,9 @@
 """Tables of chunks behind the device, for the documentation: tiers, coding, deadlines."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from tools.results_tables import circumstances, interval, load, percent, table
+from tools.results_tables import circumstances, interval, load, table
 
 
 def tiers() -> str:
@@ -64,100 +63,6 @@ def tiers_levels() -> str:
 WHATS = ("load_ms", "ttft_s")
 
 
-def streaming() -> str:
-    """Return how often deadlines are missed, by the level that chunks come at."""
-    found = load("streaming.json")
-    levels = list(found["mean"])
-    rows: list[Sequence[str]] = [
-        (
-            name,
-            _ms(case["slo_s"]),
-            *(percent(case["rows"][level]["violations"], 0) for level in levels),
-        )
-        for name, case in found["cases"].items()
-    ]
-    rows.append(("mean", "", *(percent(found["mean"][level]) for level in levels)))
-    header = ("trace, time beyond the device's", "deadline, ms", *levels)
-    return circumstances(found, "benchmarks/streaming.py") + table(header, rows)
-
-
-def codec_models() -> str:
-    """Return what the levels take and cost on the test models."""
-    found = load("codec.json")
-    rows: list[Sequence[str]] = []
-    for name, model in found["models"].items():
-        rows.append((f"{name}, lossless", *[""] * 5, f"{model['lossless']:.3f}", "", ""))
-        rows += [
-            _level_row(name, level, row, model["sizes"]) for level, row in model["levels"].items()
-        ]
-    prompts = sorted({model["prompts"] for model in found["models"].values()})
-    told = (
-        f"Accuracy is of {' or '.join(map(str, prompts))} held-out prompts, with pages of 16 "
-        "tokens. Columns from the third to the sixth are at pages of 64.\n\n"
-    )
-    header = (
-        "model, level",
-        "bits at pages of 16",
-        "of 64",
-        "smaller than 8 bit",
-        "ideal coding, bits",
-        "direct, differences",
-        "accuracy",
-        "lost",
-        "KL",
-    )
-    origin = next(iter(found["models"].values())).get("origin", found)
-    return circumstances(origin, "benchmarks/codec.py") + told + table(header, rows)
-
-
-def _level_row(
-    name: str, level: str, row: dict[str, Any], sizes: dict[str, Any]
-) -> tuple[str, ...]:
-    small, large = sizes["16"][level], sizes["64"][level]
-    low, high = row["loss_ci95"]
-    direct, differences = large["transforms"]["direct"], large["transforms"]["anchors"]
-    return (
-        f"{name}, `{level}`",
-        f"{small['bits']:.2f}",
-        f"{large['bits']:.2f}",
-        f"{8 / large['bits']:.1f}x",
-        f"{large['ideal_bits']:.2f}",
-        f"{direct:.2f}, {differences:.2f}",
-        f"{row['accuracy']:.3f}",
-        f"{row['loss']:+.3f} {interval(low, high, 3)}",
-        f"{row['kl']:.2g}",
-    )
-
-
-def coded_score() -> str:
-    """Return what it is worth that deviation is measured against KV as coding left it."""
-    found = load("coded-score.json")
-    rows = []
-    for name, levels in found["models"].items():
-        for level, row in levels.items():
-            low, high = row["kl_saved_ci95"]
-            kl, right = row["kl"], row["right"]
-            rows.append(
-                (
-                    f"{name}, `{level}`",
-                    *(f"{kl[way]:.3f}" for way in ("as it came", "clean", "none")),
-                    interval(low, high, 3),
-                    *(f"{right[way]:.3f}" for way in ("as it came", "clean")),
-                )
-            )
-    header = (
-        "model, level",
-        "KL, as it came",
-        "KL, clean",
-        "KL, nothing recomputed",
-        "KL saved, 95 %",
-        "right, as it came",
-        "right, clean",
-    )
-    told = f"{found['prompts']} held-out prompts for each model.\n\n"
-    return circumstances(found, "benchmarks/coded_score.py") + told + table(header, rows)
-
-
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.0f}"
 
@@ -165,8 +70,5 @@ def _ms(seconds: float) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "tiers": tiers,
     "tiers-levels": tiers_levels,
-    "streaming": streaming,
-    "codec-models": codec_models,
-    "coded-score": coded_score,
 }
 """By the name in the page's comment."""
