@@ -48,7 +48,7 @@ from unittest.mock import patch
 
 import mooncake_store
 import numpy as np
-from harness import Driver, Engine, Prompt, rag_prompt, random_tokens
+from harness import Driver, Engine, Prompt, rag_prompt, random_tokens, run_with
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 
@@ -56,6 +56,7 @@ from benchmarks.tiers_plot import draw
 from examples.demo.material import Recipe, prepare
 from sgl_blend.commands.common.bootstrap import mean_interval
 from sgl_blend.commands.common.records import origin_of_script
+from sgl_blend.commands.common.server import KEEP_MEMORY
 
 ROOT = Path(__file__).parents[1]
 CHUNKS, CHUNK_TOKENS, SYSTEM_TOKENS, QUESTION_TOKENS = 6, 368, 96, 24
@@ -293,6 +294,7 @@ def main() -> int:
         "--levels", action="store_true", help="compare raw with coded chunks instead"
     )
     args = parser.parse_args()
+    run_with(KEEP_MEMORY, "benchmarks.tiers")  # equal engines differ else
     args.json.parent.mkdir(exist_ok=True, parents=True)
     if args.levels:
         from benchmarks import tiers_levels

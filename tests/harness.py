@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ __all__ = [  # with what every test of an engine needs beside it
     "namespace_of",
     "rag_prompt",
     "random_tokens",
+    "run_with",
     "watch_rows",
 ]
 
@@ -188,3 +190,16 @@ def watch_rows(driver: Driver) -> Iterator[list[int]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_with(settings: Sequence[str], module: str) -> None:
+    """Start this program anew, unless it has these settings of the environment already.
+
+    Args:
+        settings: Each NAME=value, such as glibc reads when a process starts.
+        module: Which the program runs.
+    """
+    wanted = dict(setting.split("=") for setting in settings)
+    if not wanted.items() <= os.environ.items():
+        again = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, **wanted})
