@@ -121,8 +121,8 @@ def _promised(cell: str, row: dict[str, Any]) -> str:
     return f"**{cell}**" if is_default else cell
 
 
-def cold() -> str:
-    found = load("cold.json")
+def cold(name: str = "cold.json") -> str:
+    found = load(name)
     rows = [
         (
             case,
@@ -140,8 +140,8 @@ def cold() -> str:
     return told.rstrip("\n") + f"\n{environment}\n" + table(header, rows)
 
 
-def off() -> str:
-    found = load("off.json")
+def off(name: str = "off.json") -> str:
+    found = load(name)
     names = {"plugin": "with the plugin, off", "control": "a second stock server (control)"}
     rows = [
         (
@@ -309,7 +309,9 @@ CODEC_SPEEDS = ("encode", "decode", "decode, numba")
 BLOCKS: dict[str, Callable[[], str]] = {
     "demo": demo,
     "cold": cold,
+    "cold-host": lambda: cold("cold-host.json"),
     "off": off,
+    "off-host": lambda: off("off-host.json"),
     "fair": fair,
     "match": match,
     "closed-loop": closed_loop,
