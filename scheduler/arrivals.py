@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
 
@@ -35,7 +36,7 @@ class Arrival:
         num_come: Tokens that have come, of what is over.
         in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
         stream: Chooses the level of each chunk; None if nothing is lost.
-        prefilled: Tokens of the prompt for which that is done.
+        prefilled: Tokens of the prompt for which that is done, or which come as exact KV.
     """
 
     req: Req
@@ -83,3 +84,16 @@ class Arrival:
                 del self.coming[prefetch]
         if keys is None:
             self.next_keys = ()
+
+
+def exact_head(key: ChunkKey, tokens: array[int]) -> int:
+    """Return how many tokens of a prompt have exact KV if the first chunk's path is loaded.
+
+    Its build prefix and itself, where the prompt begins with just these; else none.
+
+    Args:
+        key: Of the first chunk.
+        tokens: Of the prompt.
+    """
+    path = key.path
+    return len(path) if tokens[: len(path)] == path else 0

@@ -38,7 +38,7 @@ from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
-from sgl_blend.scheduler.arrivals import Arrival
+from sgl_blend.scheduler.arrivals import Arrival, exact_head
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController, Patience
@@ -128,6 +128,8 @@ class StorageTier:
         if stream is not None:  # a finer level may take as long as there is time
             patience = Patience(*(max(wait_s, stream.remaining_s) for wait_s in patience))
         arrival = Arrival(req, state, patience, in_pieces, stream)
+        if stream is None and (first in keys or self._is_in_a_tier(first)):
+            arrival.prefilled = exact_head(first, tokens)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         if keys and self._ask_for_key(arrival, first.prefix_only, None):

@@ -155,6 +155,17 @@ def test_pieces_that_compute_everything_answer_like_full_prefill(
     assert largest_difference(answer.logprobs[0], full.logprobs[0]) > 1e-2
 
 
+def test_nothing_is_prefilled_that_comes_as_exact_kv(start_engine: StartEngine) -> None:
+    """The first chunk was built after the very text that it stands behind."""
+    engine = start_engine(**settings())
+    answer, done = engine.call(_ask_and_load_all, "exact", _prompt("exact"))
+    head = len(SYSTEM) + len(CHUNKS[0])
+    assert min(done[1:]) > head
+    assert answer.report["prefix_tokens"] == head // PAGE * PAGE
+    assert answer.report["chunk_hits"] == len(CHUNKS)
+    assert _tokens_of(answer.report) == answer.report["prompt_tokens"]
+
+
 def test_no_piece_goes_beyond_the_first_logprob_that_is_wanted(start_engine: StartEngine) -> None:
     engine = start_engine(**settings())
     prompt = _prompt("logprobs", logprob_start_len=150)
