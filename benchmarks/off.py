@@ -37,10 +37,8 @@ from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.common.server import KEEP_MEMORY, Server, running, stock_environment
 
 ROOT = Path(__file__).parents[1]
-SMALL_POOL = (
-    "--max-total-tokens",
-    "12288",
-)  # SGLang leaves 10 GB of memory free, and there are three
+SMALL_POOL = ("--max-total-tokens", "12288")
+"""For three servers with host memory, beside the 10 GB that SGLang leaves free."""
 PROMPT_TOKENS = 700
 BATCH = 8
 BOUND = 0.99
