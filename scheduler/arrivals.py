@@ -36,7 +36,8 @@ class Arrival:
         num_come: Tokens that have come, of what is over.
         in_pieces: Whether what stands before the chunks that come is prefilled meanwhile.
         stream: Chooses the level of each chunk; None if nothing is lost.
-        prefilled: Tokens of the prompt for which that is done, or which come as exact KV.
+        exact: Tokens up to the end of the first chunk if its KV is exact there; else 0.
+        prefilled: Tokens of the prompt for which that is done.
     """
 
     req: Req
@@ -44,6 +45,7 @@ class Arrival:
     patience: Patience
     in_pieces: bool
     stream: RequestStream | None = None
+    exact: int = 0
     prefilled: int = 0
     since_s: float | None = None
     coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)

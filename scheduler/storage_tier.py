@@ -121,15 +121,13 @@ class StorageTier:
         covered = self._store.reach(tokens, salt=own, extra_key=first.extra_key)
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
-        keys, patience, in_pieces = self._choose(state, covered)
-        stream = None
-        if self._levels is not None and keys and reads_coded(self._tree):
-            stream = self._levels.stream(state, keys)
+        levels = self._levels if reads_coded(self._tree) else None
+        exact = 0 if levels else exact_head(first, tokens)  # what may be rounded is none
+        keys, patience, in_pieces = self._choose(state, covered, exact)
+        stream = levels.stream(state, keys) if levels and keys else None
         if stream is not None:  # a finer level may take as long as there is time
             patience = Patience(*(max(wait_s, stream.remaining_s) for wait_s in patience))
-        arrival = Arrival(req, state, patience, in_pieces, stream)
-        if stream is None and (first in keys or self._is_in_a_tier(first)):
-            arrival.prefilled = exact_head(first, tokens)
+        arrival = Arrival(req, state, patience, in_pieces, stream, exact)
         if self._lookups.exact_may_be_used:
             self._ask(arrival, tokens, state.client_salt, first.extra_key)
         if keys and self._ask_for_key(arrival, first.prefix_only, None):
@@ -270,13 +268,14 @@ class StorageTier:
             expect_chunk_pages(self._tree, node)
 
     def _choose(
-        self, state: RequestState, covered: int
+        self, state: RequestState, covered: int, exact: int
     ) -> tuple[tuple[ChunkKey, ...], Patience, bool]:
         """Return the chunks to ask storage for, how long to wait for them, and if to prefill in pieces.
 
         Args:
             state: Of the request.
             covered: Tokens of its own that are on the device or on the host, from the first on.
+            exact: Tokens up to the end of the first chunk if its KV counts as exact; else 0.
         """
         pairs = zip(state.keys, state.spans, strict=True)
         wanted = [(key, span) for key, span in pairs if span.stop > covered]
@@ -292,11 +291,12 @@ class StorageTier:
                 there = max(there, self._store.whole_pages(key.prefix_length))
             lacks = self._store.whole_pages(len(key.path)) - there
             asks = asks or lacks > 0
-            place = Place.HOST if on_host else Place.DEVICE
-            if lacks > 0:
-                place = Place.STORAGE
+            there_already = Place.HOST if on_host else Place.DEVICE
+            place = Place.STORAGE if lacks > 0 else there_already
             stored_bytes = round(max(0, lacks) * token_bytes * self._least_share)
-            chunks.append(Chunk(len(span), place, stored_bytes))
+            is_exact = span.stop == exact
+            num_tokens = exact - covered if is_exact else len(span)
+            chunks.append(Chunk(num_tokens, place, stored_bytes, is_exact))
         rest = state.num_tokens - covered - sum(chunk.num_tokens for chunk in chunks)
         queued = sum(one.num_tokens for each in self._arrivals.values() for one in each.coming)
         queued_bytes = round(queued * token_bytes * self._least_share)
@@ -348,7 +348,9 @@ class StorageTier:
         awaited = [
             span.start for key, span in zip(state.keys, state.spans, strict=True) if key in coming
         ]
-        border = min(awaited, default=0)
+        border, first = min(awaited, default=0), state.keys[0]
+        if border <= arrival.exact and (first in coming or self._is_in_a_tier(first)):
+            return
         if border > arrival.prefilled and self._pieces.want(arrival.req, state, border):
             arrival.prefilled = border
 

@@ -253,7 +253,12 @@ def _stored_levels(
 def _model_times(times: CostModel, fusion: Fusion, token_bytes: int) -> ModelTimes:
     layers = fusion.fusor.layers
     return ModelTimes(
-        layers.total, layers.check, token_bytes // layers.total, times.layer_s, times.copy_s
+        layers.total,
+        layers.check,
+        token_bytes // layers.total,
+        times.layer_s,
+        times.copy_s,
+        step_s=times.step_s,
     )
 
 

@@ -31,11 +31,12 @@ from sgl_blend.settings.config import BlendConfig
 from sgl_blend.tuning.cost_model import CostModel, measure
 from sgl_blend.tuning.kernel_choice import choose_kernel, fixed_kernel
 from sgl_blend.tuning.row_sizes import measure_sizes
-from sgl_blend.tuning.trial import run_trial
+from sgl_blend.tuning.trial import ROWS_ABOVE, ROWS_BELOW, run_trial
 from sgl_blend.tuning.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
+_TIMED_TRIALS = 3
 _MEMORIES = 4
 """How many times the tokens of the pool deviations are remembered of."""
 
@@ -98,7 +99,11 @@ def make_fusion(
     goes_by_times = config.blend_when == "faster" or config.blend_store_profile is not None
     times = None
     if may_depend and goes_by_times:
-        times = CostModel(measure(runner, layers[-1], pools, kernel, rotation, tp_group), split)
+        measured = measure(runner, layers[-1], pools, kernel, rotation, tp_group)
+        few_s = [run_trial(fusor, scheduler, config) for _ in range(_TIMED_TRIALS)]
+        times = CostModel(measured, split).with_forward(
+            tp_group.agree(few_s), below=ROWS_BELOW, above=ROWS_ABOVE
+        )
     cost_model = times if config.blend_when == "faster" else None
     sizes = NO_SIZES
     if may_depend:  # else an answer may not depend on how fast this machine was

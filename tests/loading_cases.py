@@ -1,5 +1,7 @@
 """Models, links and prompts for tests of the loading controller's formulas."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from sgl_blend.tuning.links import LinkSpeed
@@ -18,6 +20,7 @@ def times(
     check: int = 2,
     copy: float = 0.0,
     early: float = 1.0,
+    step: float = 0.0,
 ) -> ModelTimes:
     return ModelTimes(
         num_layers=layers,
@@ -26,6 +29,7 @@ def times(
         layer_s=lambda rows: (fixed + per_row * rows) if rows else 0.0,
         copy_s=lambda rows: copy * rows,
         early_share=early,
+        step_s=step,
     )
 
 
@@ -41,6 +45,7 @@ MODELS = st.builds(
     check=st.integers(0, 2),
     copy=st.sampled_from([0.0, 1e-7]),
     early=st.sampled_from([1.0, 0.4, 0.0]),
+    step=st.sampled_from([0.0, 1e-3, 0.1]),
 )
 SPEEDS = st.builds(LinkSpeed, magnitudes(-5, -1), magnitudes(7, 11))
 LINKS = st.builds(Links, SPEEDS, SPEEDS, st.sampled_from([0.0, 0.05]))
@@ -59,4 +64,10 @@ def a_chunk(num_tokens: int, place: Place, packed: float = 1.0) -> Chunk:
 
 def prompts(most: int, places: st.SearchStrategy[Place] = PLACES) -> st.SearchStrategy[Prompt]:
     chunk = st.builds(a_chunk, st.integers(16, 5000), places, st.sampled_from([1.0, 0.2]))
-    return st.builds(Prompt, st.lists(chunk, max_size=most).map(tuple), st.integers(1, 500))
+    chunks = st.tuples(st.lists(chunk, max_size=most), st.booleans()).map(_with_exact_first)
+    return st.builds(Prompt, chunks, st.integers(1, 500))
+
+
+def _with_exact_first(drawn: tuple[list[Chunk], bool]) -> tuple[Chunk, ...]:
+    chunks, is_exact = drawn
+    return (*(replace(chunk, is_exact=is_exact) for chunk in chunks[:1]), *chunks[1:])

@@ -62,6 +62,13 @@ def test_a_disturbed_measurement_of_few_rows_does_not_forbid_blending() -> None:
     assert CostModel(times, LAYERS).saves_s(1608, 1574, 1574) > 0
 
 
+def test_a_forward_takes_more_than_its_layers() -> None:
+    seconds = [500.0, 600.0, 1e9]  # one was disturbed
+    model = CostModel(FREE, LAYERS).with_forward(seconds, below=14, above=10)
+    assert model.step_s == pytest.approx(600 - 3 * 14 - 29 * 10)
+    assert CostModel(FREE, LAYERS).with_forward([1.0], below=14, above=10).step_s == 0.0
+
+
 def test_least_rows_grow_with_what_blending_costs() -> None:
     cheap = CostModel(dataclasses.replace(FREE, attend=100.0), LAYERS).least_rows(0.15)
     dear = CostModel(dataclasses.replace(FREE, attend=10_000.0), LAYERS).least_rows(0.15)

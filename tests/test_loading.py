@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -40,7 +41,7 @@ def recurrence(step: Step, ratio: float, model: ModelTimes, host: LinkSpeed) -> 
                 arrived = host.latency_s + moved / host.bytes_per_s
             ended = max(ended, arrived + model.copy_s(step.num_reused))
         ended += model.layer_s(rows)
-    return ended
+    return ended + (model.step_s if step.num_reused + step.num_computed else 0.0)
 
 
 # --- one step ---
@@ -178,6 +179,29 @@ def test_steps_end_before_awaited_chunks() -> None:
     assert steps_of(prompt, {2}, links, stepwise=True)[0] == Step(201, 0, 0, 0.0)
     rest = Prompt(prompt.chunks[2:], 7)
     assert len(steps_of(rest, {0}, links, stepwise=True)) == 1, "nothing stands before the chunk"
+
+
+def test_an_exact_chunk_is_brought_and_not_computed() -> None:
+    places = (Place.STORAGE, Place.STORAGE, Place.HOST)
+    first, *others = [Chunk(100 + i, place, 10**6) for i, place in enumerate(places)]
+    prompt = Prompt((replace(first, is_exact=True), *others), 7)
+    links = Links(LinkSpeed(1e-3, 1e10), LinkSpeed(0.01, 1e8))
+    (step,) = steps_of(prompt, {0, 1, 2}, links, stepwise=True)
+    # Nothing is left to do before the second one comes.
+    assert (step.num_computed, step.num_reused, step.num_loaded) == (7, 203, 303)
+    assert step.start_s == pytest.approx(0.04)
+    (without,) = steps_of(prompt, {2}, links, stepwise=True)
+    assert (without.num_computed, without.num_reused) == (208, 102)
+
+
+def test_pieces_pay_where_a_step_costs_less_than_it_hides() -> None:
+    chunks = tuple(a_chunk(1000, Place.STORAGE) for _ in range(4))
+    links = Links(LinkSpeed(1e-5, 1e12), LinkSpeed(1e-3, 1e9))
+    waits = [
+        choose(Prompt(chunks, 20), times(1e-5, step=step_s), links, FLOOR).stepwise
+        for step_s in (0.0, 0.01, 1.0)
+    ]
+    assert waits == [True, True, False]
 
 
 def test_steps_wait_for_each_other_and_for_their_chunks() -> None:

@@ -1,5 +1,6 @@
 """The loading controller on the real engine: it loads what its formulas say."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
@@ -147,11 +148,13 @@ def _predicted_of_storage(bytes_per_s: float, stored_bytes: float) -> tuple[int,
     pages = [(len(SYSTEM) + len(chunk)) // PAGE * PAGE for chunk in CHUNKS]
     shared = len(SYSTEM) // PAGE * PAGE  # the build prefix comes with the first
     lacking = [pages[0], *(num_tokens - shared for num_tokens in pages[1:])]
-    chunks = [
+    first, *others = [
         Chunk(len(chunk), Place.STORAGE, round(num_tokens * stored_bytes))
         for chunk, num_tokens in zip(CHUNKS, lacking, strict=True)
     ]
-    prompt = Prompt(tuple(chunks), len(SYSTEM) + len(QUESTION))
+    # With the first chunk everything before it comes, as the exact KV of the prompt.
+    exact = replace(first, num_tokens=len(SYSTEM) + first.num_tokens, is_exact=True)
+    prompt = Prompt((exact, *others), len(QUESTION))
     links = Links(LinkSpeed(1e-5, 1e12), LinkSpeed(1e-4, bytes_per_s))
     times = model_times(MODEL_TOKEN_BYTES)
     return choose(prompt, times, links, Ratios(RATIO)).loaded
@@ -187,6 +190,7 @@ def test_storage_is_asked_where_the_formulas_say(start_engine: StartEngine) -> N
 
 def _speeds(driver: Driver) -> tuple[dict[str, float], dict[str, int]]:
     controller = driver.runtime.admission._host._controller
+    assert 0 < controller._times.step_s < 0.1, "measured at start, too"
     for _ in range(5):
         controller.host_loaded(10**9, 10.0)
     return controller.describe(), driver.runtime.describe()["pool"]

@@ -41,8 +41,9 @@ READ_S = 0.02
 """Seconds that a page of 16 tokens really takes to be read: 0.08 s for a chunk."""
 
 
-def _prompt(salt: str, **rest: Any) -> Prompt:
-    return rag_prompt(SYSTEM, [CHUNKS[i] for i in (2, 0, 3, 1)], QUESTION, salt=salt, **rest)
+def _prompt(salt: str, *, first: list[int] = CHUNKS[2], **rest: Any) -> Prompt:
+    chunks = [first, *(CHUNKS[i] for i in (0, 3, 1))]
+    return rag_prompt(SYSTEM, chunks, QUESTION, salt=salt, **rest)
 
 
 def _give_controller(driver: Driver) -> None:
@@ -91,7 +92,7 @@ def _ask_for_stored(driver: Driver, salt: str, prompt: Prompt) -> tuple[Answer, 
 def _all_is_loaded() -> Iterator[None]:
     """Let all chunks be loaded, whether that is worth it or not."""
 
-    def choose(tier: StorageTier, state: RequestState, covered: int) -> Any:
+    def choose(tier: StorageTier, state: RequestState, covered: int, exact: int) -> Any:
         return state.keys, Patience(10.0, 10.0), True
 
     def choose_on_host(tier: HostTier, state: RequestState, lookup: Lookup, *args: Any) -> Any:
@@ -124,7 +125,9 @@ def test_what_has_come_is_prefilled_while_the_rest_comes(
     start_engine: StartEngine, overlap: bool
 ) -> None:
     engine = start_engine(**settings(disable_overlap_schedule=not overlap))
-    answer, done = engine.call(_ask_for_stored, f"pieces {overlap}", _prompt(f"pieces {overlap}"))
+    salt = f"pieces {overlap}"
+    unknown = random_tokens(98, len(CHUNKS[0]))
+    answer, done = engine.call(_ask_for_stored, salt, _prompt(salt, first=unknown))
     report = answer.report
     # A piece ends before each chunk but the first, at a page.
     borders = [(len(SYSTEM) + n * len(CHUNKS[0])) // PAGE * PAGE for n in (1, 2, 3)]
@@ -158,7 +161,7 @@ def test_pieces_that_compute_everything_answer_like_full_prefill(
 def test_nothing_is_prefilled_that_comes_as_exact_kv(start_engine: StartEngine) -> None:
     """The first chunk was built after the very text that it stands behind."""
     engine = start_engine(**settings())
-    answer, done = engine.call(_ask_and_load_all, "exact", _prompt("exact"))
+    answer, done = engine.call(_ask_for_stored, "exact", _prompt("exact"))
     head = len(SYSTEM) + len(CHUNKS[0])
     assert min(done[1:]) > head
     assert answer.report["prefix_tokens"] == head // PAGE * PAGE
@@ -170,7 +173,7 @@ def test_no_piece_goes_beyond_the_first_logprob_that_is_wanted(start_engine: Sta
     engine = start_engine(**settings())
     prompt = _prompt("logprobs", logprob_start_len=150)
     answer, done = engine.call(_ask_for_stored, "logprobs", prompt)
-    assert done == [0, 112, 144]
+    assert done == [0, 144], "what comes as exact KV is no piece"
     assert len(answer.input_logprobs) == len(prompt.tokens) - 150 - 1
 
 

@@ -10,8 +10,9 @@ as it looks here.
 
 import bisect
 import itertools
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Times:
         select: Scoring, choosing and taking rows out; once a forward.
         attend: The plan for scattered attention with a few rows; once a forward.
         attend_layer: What one layer's scattered attention of a few rows takes.
+        forward: What a forward of few rows takes besides its layers.
     """
 
     layer: tuple[float, ...]
@@ -51,6 +53,7 @@ class Times:
     select: tuple[float, ...]
     attend: float
     attend_layer: float
+    forward: float = 0.0
 
 
 class CostModel:
@@ -67,6 +70,24 @@ class CostModel:
     def copy_s(self, num_rows: int) -> float:
         """Return the seconds to copy and rotate the KV of one layer."""
         return _at(self._times.copy, num_rows)
+
+    def with_forward(self, seconds: Sequence[float], *, below: int, above: int) -> "CostModel":
+        """Return the model that also knows what a forward takes besides its layers.
+
+        Args:
+            seconds: Of some forwards of few rows.
+            below: Their rows in the layers up to the check layer.
+            above: Their rows in the layers above.
+        """
+        early, late = self._layers.check + 1, self._layers.above
+        in_layers = early * self.layer_s(below) + late * self.layer_s(above)
+        besides = max(0.0, statistics.median(seconds) - in_layers)
+        return CostModel(replace(self._times, forward=besides), self._layers)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a forward besides its layers, however few rows it has."""
+        return self._times.forward
 
     def saves_s(
         self, num_rows: int, num_reused: int, num_dropped: int, *, num_dropped_early: int = 0

@@ -6,6 +6,7 @@ what a load hides.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -117,8 +118,10 @@ class _Search:
         self.prompt, self.times, self.links, self.ratio = prompt, times, links, ratio
         chunks = prompt.chunks
         self._tokens = [chunk.num_tokens for chunk in chunks]
+        self._exact = {index: c.num_tokens for index, c in enumerate(chunks) if c.is_exact}
         self._total = prompt.num_plain + sum(self._tokens)
-        self._on_device = sum(c.num_tokens for c in chunks if c.place is Place.DEVICE)
+        on_device = [index for index, c in enumerate(chunks) if c.place is Place.DEVICE]
+        self._on_device, self._exact_there = self._reused(on_device)
         self._fetch_s = {
             index: links.storage.seconds(chunk.num_stored_bytes)
             for index, chunk in enumerate(chunks)
@@ -148,9 +151,10 @@ class _Search:
         """
         fetches = [self._fetch_s[index] for index in loaded if index in self._fetch_s]
         arrived = self.links.storage_queue_s + sum(fetches) if fetches else 0.0
-        brought = sum([self._tokens[index] for index in loaded])
-        reused = self._on_device + brought
-        whole = Step(self._total - reused, reused, brought)
+        brought, exact = self._reused(loaded)
+        exact += self._exact_there
+        there = self._on_device + brought
+        whole = Step(self._total - there, there - exact, brought)
         work_s = step_seconds(whole, self.ratio, self.times, self.links.host)
         seconds = arrived + work_s
         plan = _Plan(frozenset(loaded), False, seconds)
@@ -161,10 +165,19 @@ class _Search:
         stepwise_s = seconds_of(steps, self.ratio, self.times, self.links.host)
         return _Plan(plan.loaded, True, stepwise_s) if stepwise_s < seconds else plan
 
+    def _reused(self, indices: Collection[int]) -> tuple[int, int]:
+        """Return how many tokens some chunks have, and how many of them are exact."""
+        exact = self._exact
+        return (
+            sum([self._tokens[index] for index in indices]),
+            sum([exact[index] for index in exact if index in indices]),
+        )
+
     def _gain(self, index: int) -> float:
         """Return the seconds that a chunk alone saves for each second of its loading."""
         num_tokens, times = self._tokens[index], self.times
-        kept = self._total - num_tokens + num_recomputed(self.ratio, num_tokens)
+        recomputed = num_recomputed(self.ratio, num_tokens - self._exact.get(index, 0))
+        kept = self._total - num_tokens + recomputed
         saved = times.layer_s(self._total) - times.layer_s(kept)
         loading = self.links.host.seconds(num_tokens * times.kv_bytes * times.num_layers)
         return saved / (loading + self._fetch_s.get(index, 0.0))
@@ -233,27 +246,29 @@ def _best_of_many(search: _Search) -> _Plan:
 
 
 def _groups_of(chunks: Sequence[Chunk]) -> list[list[int]]:
-    """Part chunks into about equal groups of one place each, in the order of their last chunks."""
+    """Part chunks into about equal groups of one kind each, in the order of their last chunks."""
     least = sum(chunk.num_tokens for chunk in chunks) / _MOST_GROUPS
     groups: list[list[int]] = []
-    begun: dict[Place, list[int]] = {}
-    num_tokens = dict.fromkeys(Place, 0)
+    begun: dict[tuple[Place, bool], list[int]] = {}
+    num_tokens: Counter[tuple[Place, bool]] = Counter()
     for index, chunk in enumerate(chunks):
-        begun.setdefault(chunk.place, []).append(index)
-        num_tokens[chunk.place] += chunk.num_tokens
-        if num_tokens[chunk.place] >= least:
-            groups.append(begun.pop(chunk.place))
-            num_tokens[chunk.place] = 0
+        kind = chunk.place, chunk.is_exact
+        begun.setdefault(kind, []).append(index)
+        num_tokens[kind] += chunk.num_tokens
+        if num_tokens[kind] >= least:
+            groups.append(begun.pop(kind))
+            num_tokens[kind] = 0
     return sorted([*groups, *begun.values()], key=lambda group: group[-1])
 
 
 def _as_one(chunks: Sequence[Chunk], links: Links) -> Chunk:
-    """Return a chunk that takes as long to load as some of one place do together."""
+    """Return a chunk that takes as long to load as some of one kind do together."""
     place = chunks[0].place
     num_bytes = sum(chunk.num_stored_bytes for chunk in chunks)
     if place is Place.STORAGE and links.storage is not None:
         num_bytes += int((len(chunks) - 1) * links.storage.latency_s * links.storage.bytes_per_s)
-    return Chunk(sum(chunk.num_tokens for chunk in chunks), place, num_bytes)
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    return Chunk(num_tokens, place, num_bytes, chunks[0].is_exact)
 
 
 def _raise_ratio(

@@ -8,7 +8,10 @@ layer for x rows:
     arrival of layer i    A_i = a + (i + 1) n b / B                  (0 if nothing is loaded)
     end of layer i        F_i = max(F_(i-1), [i >= c] (A_i + copy)) + t(rows_i)
     rows of layer i       N + U for i <= c, ceil(r N) + U above
-    seconds of the step   F_(L-1)
+    seconds of the step   s + F_(L-1), s for what no row adds to
+
+The first chunk of a prompt may stand behind the very text that it was built after. Then its KV is
+exact: it is brought, and no row of it is computed.
 
 A store hands over whole chunks, one after the other. Blending is causal, so a step ends before each
 chunk that is awaited: T = max(arrival of the chunk, end of the step before) + seconds of the step.
@@ -43,11 +46,13 @@ class Chunk:
         num_tokens: At least 1.
         place: The nearest one that holds all of it.
         num_stored_bytes: That a store sends for it; 0 elsewhere.
+        is_exact: Whether none of its tokens are recomputed, as for a prompt's exact prefix.
     """
 
     num_tokens: int
     place: Place
     num_stored_bytes: int = 0
+    is_exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,7 @@ class ModelTimes:
         copy_s: Seconds to copy and rotate one layer's KV, by its number of reused tokens.
         early_share: Share of the reused tokens that enter the first layer; below 1 for policies
             that trust a memory. Then every layer waits for its KV.
+        step_s: s, seconds of a forward besides its layers, however few rows it has.
     """
 
     num_layers: int
@@ -83,6 +89,7 @@ class ModelTimes:
     layer_s: Callable[[int], float]
     copy_s: Callable[[int], float] = lambda rows: 0.0
     early_share: float = 1.0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +129,7 @@ def num_recomputed(ratio: float, num_reused: int) -> int:
 
 
 def step_seconds(step: Step, ratio: float, times: ModelTimes, host: LinkSpeed) -> float:
-    """Return F_(L-1), the seconds of a step from the moment at which it may start.
+    """Return s + F_(L-1), the seconds of a step from the moment at which it may start.
 
     Arrivals and layers before and after the check layer are straight lines. So the layer that waits
     last is the first that waits at all, the check layer or the last one.
@@ -139,7 +146,7 @@ def step_seconds(step: Step, ratio: float, times: ModelTimes, host: LinkSpeed) -
     num_above = layers - 1 - check
     ended = (check + 1) * whole_s + num_above * above_s
     if reused == 0:
-        return ended
+        return times.step_s + ended
     ready = times.copy_s(reused)
     per_layer = 0.0
     if step.num_loaded:
@@ -150,7 +157,7 @@ def step_seconds(step: Step, ratio: float, times: ModelTimes, host: LinkSpeed) -
         ended = max(ended, ready + per_layer + (check + 1) * whole_s + num_above * above_s)
     if num_above:
         ended = max(ended, ready + layers * per_layer + above_s)
-    return ended
+    return times.step_s + ended
 
 
 def seconds_of(steps: Sequence[Step], ratio: float, times: ModelTimes, host: LinkSpeed) -> float:
@@ -209,10 +216,9 @@ def steps_of(
                 assert links.storage is not None, "a chunk lies in a store of unknown speed"
                 arrived = start = arrived + links.storage.seconds(chunk.num_stored_bytes)
             brought += chunk.num_tokens
-            reused += chunk.num_tokens
-        elif chunk.place is Place.DEVICE:
-            reused += chunk.num_tokens
-        else:
+        if index not in loaded and chunk.place is not Place.DEVICE:
             computed += chunk.num_tokens
+        elif not chunk.is_exact:
+            reused += chunk.num_tokens
     steps.append(Step(computed + prompt.num_plain, reused, brought, start))
     return steps

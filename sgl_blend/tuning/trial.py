@@ -7,6 +7,8 @@ and a question, on slots that are free and are given back. Nothing of it reaches
 metrics.
 """
 
+import time
+
 import torch
 
 from sgl_blend.engine.forward import next_token_logits
@@ -25,12 +27,14 @@ _HEAD = 2
 _CHUNK = 8
 _ROWS = 16
 _RATIO = 0.5
+ROWS_BELOW, ROWS_ABOVE = _ROWS - _HEAD, _ROWS - _HEAD - int(_RATIO * _CHUNK)
+"""Rows of its layers up to the check layer, and of those above."""
 _SELECTING_POLICY = "hkvd"
 """Stands in for a policy that drops its rows before the first layer and so asks less of a model."""
 
 
-def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> None:
-    """Run one blended forward; every rank must take part.
+def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> float:
+    """Run one blended forward and return its seconds; every rank must take part.
 
     Args:
         fusor: The server's.
@@ -53,6 +57,7 @@ def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> None:
         for pool in (*pools.k, *pools.v):
             clear_slots(pool, path)  # memory that nobody wrote to may hold what is no number
         with prefill_batch(scheduler, slots) as batch:
+            begun = time.perf_counter()
             try:
                 finite = _gives_finite_logits(fusor, batch, _plan(PoolSlots(path), config))
             # What a foreign model raises is not known; nothing of it is swallowed.
@@ -61,11 +66,13 @@ def run_trial(fusor: Fusor, scheduler: Scheduler, config: BlendConfig) -> None:
                     f"enable_blend: models of class {model} cannot be blended: a trial with "
                     f"made-up tokens failed with {type(err).__name__}: {err}"
                 ) from err
+            seconds = time.perf_counter() - begun
     if not finite:
         raise UnsupportedError(
             f"enable_blend: models of class {model} cannot be blended: a trial with made-up tokens "
             "gave logits that are not finite"
         )
+    return seconds
 
 
 @torch.inference_mode()
