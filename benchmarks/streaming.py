@@ -9,8 +9,8 @@ deadline (sgl_blend_slo_ms); all see the same piece of the trace.
     walk       a random walk between 2 and 200 MB/s
     shared     100 MB/s, of which others take a random share every half second
 
-A violation is a first token after the deadline. Deadlines are what the prompt takes with its chunks on
-the device, and 0.15, 0.4 or 1.2 seconds.
+A violation is a first token after the deadline. Deadlines are what the prompt takes with its chunks at
+the coarsest level in files that are read as fast as they can be, and 0.15, 0.4 or 1.2 seconds.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.streaming --json benchmarks/results/streaming.json
 
@@ -159,10 +159,15 @@ def ask(driver: Driver, number: int, slo_ms: float | None) -> tuple[float, list[
 
 
 def store(driver: Driver) -> float:
-    """Have all chunks built and stored; return what a prompt takes with them on the device."""
+    """Have all chunks built and stored; return what a prompt takes that reads them, without a trace."""
     for number in range(2):
         ask(driver, number, None)
-    times = [ask(driver, number, None)[0] for number in range(2, 8)]
+    times = []
+    with patch.object(RequestStream, "choose", _always(LEVEL_ROWS[-1])):
+        for number in range(2, 10):
+            driver.settle()
+            driver.flush()
+            times.append(ask(driver, number, None)[0])
     driver.flush()
     return statistics.median(times)
 
@@ -240,15 +245,15 @@ def run(prompts: int) -> dict[str, Any]:
             engine = Engine(model, **engine_settings(path, blend_store_levels=levels))
         try:
             engine.call(Driver.use_all_cores)
-            device_s = engine.call(store)
-            print(f"chunks on the device: {device_s:.3f} s", flush=True)
+            least_s = engine.call(store)
+            print(f"without a trace: {least_s:.3f} s", flush=True)
             number = 100
             for trace_name, trace in traces().items():
                 moments = [
                     random.Random(f"{trace_name} {i}").uniform(0, 300) for i in range(prompts)
                 ]
                 for allowance in ALLOWANCES_S:
-                    slo_s = device_s + allowance
+                    slo_s = least_s + allowance
                     case = {}
                     for row in rows:
                         served = engine.call(serve, row, trace, moments, slo_s, number)
@@ -256,10 +261,10 @@ def run(prompts: int) -> dict[str, Any]:
                         case[row] = _figures(served, slo_s)
                     found[f"{trace_name}, {allowance:g} s"] = {"slo_s": slo_s, "rows": case}
                     told = ", ".join(f"{r} {c['violations']:.0%}" for r, c in case.items())
-                    print(f"{trace_name}, device + {allowance:g} s: {told}", flush=True)
+                    print(f"{trace_name}, {allowance:g} s: {told}", flush=True)
         finally:
             engine.close()
-    return {"device_s": device_s, "cases": found}
+    return {"least_s": least_s, "cases": found}
 
 
 def _figures(served: Sequence[tuple[float, list[str]]], slo_s: float) -> dict[str, Any]:

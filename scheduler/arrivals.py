@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Set
 from dataclasses import dataclass, field
@@ -52,6 +53,17 @@ class Arrival:
     next_keys: tuple[ChunkKey, ...] = ()
     is_awaited: bool = True
     num_come: int = 0
+
+    def stop_waiting(self, waited_s: float) -> None:
+        """Let the request wait no longer.
+
+        Args:
+            waited_s: How long it did.
+        """
+        self.is_awaited = False
+        self.state.load_s += waited_s
+        if self.stream is not None:
+            self.state.came_s = time.monotonic()
 
     def take_over(self, tree: Tree) -> list[ChunkKey]:
         """Take what is over off what is on its way; return the chunks of which something came."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections import deque
 from collections.abc import Collection
 
 from sgl_blend.radix_ext.chunk_store import ChunkKey
@@ -13,10 +16,15 @@ from sgl_blend.tuning.loading import ModelTimes, Step, step_seconds
 
 _ON_DEVICE = LinkSpeed(latency_s=1e-6, bytes_per_s=1e15)
 """Nothing is loaded in the step whose time is asked for."""
+_WINDOW = 5
+"""Prefills whose median tells how much longer they take than the formulas say."""
 
 
 class LevelChoice:
     """Says until when a request's chunks must be there; owned by the scheduler thread.
+
+    The formulas know neither attention nor who else is served. So the time from the last chunk to the
+    first token is measured, and tells by which factor the formulas are too short.
 
     Args:
         levels: At which chunks are stored.
@@ -31,6 +39,7 @@ class LevelChoice:
     def __init__(self, levels: StoredLevels, times: ModelTimes, token_bytes: int) -> None:
         self.levels = levels
         self._times = times
+        self._factors: deque[float] = deque(maxlen=_WINDOW)
         self.token_bytes = token_bytes
 
     def stream(self, state: RequestState, keys: Collection[ChunkKey]) -> RequestStream:
@@ -51,9 +60,22 @@ class LevelChoice:
         kv_bytes = num_tokens * self.token_bytes
         return RequestStream(deadline_s, kv_bytes, self.levels.speed, self._text_s)
 
+    def prefilled(self, state: RequestState) -> None:
+        """Learn how long a prefill took, if its request waited for chunks: its first token is there."""
+        if state.came_s is None or state.ahead:
+            return
+        report = state.report
+        reused = report.reused_tokens + report.recomputed_tokens
+        expected_s = self._formula(report.computed_tokens, reused, state.ratio)
+        self._factors.append((time.monotonic() - state.came_s) / expected_s)
+
     def _text_s(self, kv_bytes: int) -> float:
         return self._seconds(kv_bytes // self.token_bytes, 0, 0.0)
 
     def _seconds(self, num_computed: int, num_reused: int, ratio: float) -> float:
+        factor = statistics.median(self._factors) if self._factors else 1.0
+        return factor * self._formula(num_computed, num_reused, ratio)
+
+    def _formula(self, num_computed: int, num_reused: int, ratio: float) -> float:
         step = Step(max(1, num_computed), num_reused)
         return step_seconds(step, ratio, self._times, _ON_DEVICE)

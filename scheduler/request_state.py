@@ -91,6 +91,7 @@ class RequestState:
         slo_s: Seconds in which its first token is wanted; None if nobody said.
         since_s: When it was received, on the clock of time.monotonic.
         load_s: Seconds that it waited for them.
+        came_s: When it waited no longer for chunks that come at levels, on the clock of since_s.
         load_ratio: Share of reused tokens to recompute while something is loaded; None if nothing is.
         told_tokens: How many of its copied tokens SGLang was told of.
         ahead: What was done for the beginning of its prompt while it waited.
@@ -135,6 +136,7 @@ class RequestState:
     slo_s: float | None = None
     since_s: float = field(default_factory=time.monotonic)
     load_s: float = 0.0
+    came_s: float | None = None
     load_ratio: float | None = None
     told_tokens: int = 0
     ahead: list[Ahead] = field(default_factory=list)

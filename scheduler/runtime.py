@@ -58,6 +58,7 @@ from sgl_blend.scheduler.forwards import Forwards
 from sgl_blend.scheduler.intake import Intake
 from sgl_blend.scheduler.internal_requests import is_internal, keeps_apart
 from sgl_blend.scheduler.learner import Learner
+from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.probes import Memories
 from sgl_blend.scheduler.request_state import RequestState, state_of
@@ -99,6 +100,7 @@ class BlendRuntime:
         memories: Memories,
         canary: Canary | None,
         storage: StorageTier,
+        levels: LevelChoice | None,
         model: LoadedModel,
         fusor: Fusor,
         metrics: BlendMetrics,
@@ -118,6 +120,7 @@ class BlendRuntime:
         self._memories = memories
         self.canary = canary
         self.storage = storage
+        self._levels = levels
         self.admission = admission
         self._model = model
         self._fusor = fusor
@@ -268,6 +271,8 @@ class BlendRuntime:
                 if not state.counted:  # a retracted request is prefilled again
                     if not is_health_check(req):
                         self._metrics.add(state.report)
+                        if self._levels is not None:
+                            self._levels.prefilled(state)
                         if self.finder is not None:
                             self._learn(self.finder, state, req)
                     state.counted = True

@@ -158,8 +158,7 @@ class StorageTier:
                 arrival.give_up(self._tree)  # it was aborted
             waited_s = now_s - arrival.since_s
             if arrival.is_awaited and (not arrival.coming or self._is_late(arrival, waited_s)):
-                arrival.is_awaited = False
-                arrival.state.load_s += waited_s
+                arrival.stop_waiting(waited_s)
             if arrival.is_awaited and arrival.in_pieces:
                 self._want_piece(arrival)
             if not arrival.coming:

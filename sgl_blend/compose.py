@@ -181,6 +181,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             sizes=fusion.sizes,
         ),
         storage=storage,
+        levels=levels,
         rounds=rounds,
         builder=builder,
         prober=prober,

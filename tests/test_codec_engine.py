@@ -104,6 +104,14 @@ def test_deadlines_decide_what_comes(start_engine: StartEngine, profile: Path) -
     for slo_ms, level in ((1e6, "q8"), (None, "q4-2.0")):
         _, back, _, _ = engine.call(_store_with_slo, f"slo {slo_ms}", slo_ms)
         assert back.report["chunk_levels"] == [level] * 3, slo_ms
+    # They waited for their chunks, so how long their prefills took is known.
+    factors = engine.call(_learned)
+    assert len(factors) >= 2
+    assert all(factor > 0 for factor in factors)
+
+
+def _learned(driver: Driver) -> list[float]:
+    return list(driver.runtime._levels._factors)
 
 
 def test_a_deadline_lets_a_request_wait_for_a_slow_store(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from array import array
+from collections.abc import Sequence
 
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.level_choice import LevelChoice
-from sgl_blend.scheduler.request_state import RequestState
+from sgl_blend.scheduler.request_state import Ahead, RequestState
 from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.tuning.loading import ModelTimes
 
 TOKEN_BYTES, LAYERS, CHECK = 1000, 10, 2
 ROW_S = 1e-4
+TIMES = ModelTimes(LAYERS, CHECK, TOKEN_BYTES // LAYERS, lambda rows: ROW_S * rows)
+PREFILL_S = ROW_S * (3 * 250 + 7 * 70)
 SHARES = [("lossless", 0.5), ("q4", 0.1)]
 
 
@@ -29,14 +33,32 @@ def _state(slo_s: float | None) -> RequestState:
     )  # fmt: skip
 
 
-def _choose(now_s: float, slo_s: float | None, rate: float, num_keys: int = 2) -> str | None:
+def _choose(
+    now_s: float,
+    slo_s: float | None,
+    rate: float,
+    num_keys: int = 2,
+    slower: Sequence[float] = (),
+) -> str | None:
+    """Return a level; prefills took these times as long as the formulas say."""
     levels = StoredLevels(("lossless",), None, None)
     levels.speed.heard(round(rate), 1.0)
-    times = ModelTimes(LAYERS, CHECK, TOKEN_BYTES // LAYERS, lambda rows: ROW_S * rows)
+    choice = LevelChoice(levels, TIMES, TOKEN_BYTES)
+    for factor in slower:
+        choice.prefilled(_prefilled(factor))
     state = _state(slo_s)
-    stream = LevelChoice(levels, times, TOKEN_BYTES).stream(state, state.keys[:num_keys])
+    stream = choice.stream(state, state.keys[:num_keys])
     stream._clock = lambda: now_s
     return stream.choose(100 * TOKEN_BYTES, SHARES)
+
+
+def _prefilled(factor: float) -> RequestState:
+    """Return a state whose prefill has just ended: 50 rows, and 180 that were reused of 200."""
+    state = _state(None)
+    state.report.computed_tokens = 50
+    state.report.reused_tokens, state.report.recomputed_tokens = 180, 20
+    state.came_s = time.monotonic() - factor * PREFILL_S
+    return state
 
 
 def test_the_prefill_is_taken_off_the_deadline() -> None:
@@ -46,6 +68,24 @@ def test_the_prefill_is_taken_off_the_deadline() -> None:
         assert _choose(1000.0, slo_s, 1e6) == level, slo_s
     assert _choose(1000.006, 0.230, 1e6) == "lossless"
     assert _choose(1000.007, 0.230, 1e6) == "q4"
+
+
+def test_a_prefill_that_takes_longer_leaves_less_time() -> None:
+    assert _choose(1000.0, 0.350, 1e6, slower=[1.0]) == "lossless"
+    # Twice 0.124 s leave 0.102 s, and 0.092 s.
+    assert _choose(1000.0, 0.350, 1e6, slower=[2.0, 2.0, 100.0]) == "lossless"
+    assert _choose(1000.0, 0.340, 1e6, slower=[2.0, 2.0, 100.0]) == "q4"
+
+
+def test_what_waited_for_nothing_teaches_nothing() -> None:
+    choice = LevelChoice(StoredLevels(("lossless",), None, None), TIMES, TOKEN_BYTES)
+    state = _prefilled(2.0)
+    state.came_s = None
+    choice.prefilled(state)
+    state = _prefilled(2.0)
+    state.ahead = [Ahead.computed(0, 40, LAYERS)]
+    choice.prefilled(state)
+    assert not choice._factors
 
 
 def test_only_chunks_that_come_count() -> None:
