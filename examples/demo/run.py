@@ -33,7 +33,7 @@ from examples.demo.report import (
     summary,
     to_json,
 )
-from sgl_blend.commands.common.server import Server, ServerError, running
+from sgl_blend.commands.common.server import KEEP_MEMORY, Server, ServerError, running
 from sgl_blend.settings.config import BlendConfig
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
@@ -97,7 +97,10 @@ def server(screen: Screen, name: str, material: Material, extra: list[str]) -> I
     log = FOLDER / f"{name}.log"
     with ExitStack() as stack:
         with screen.waiting(f"starting the {name} server", 30) as waiting:
-            started = stack.enter_context(running(material.model, extra, log, waiting))
+            # Without these settings page faults slow down whichever server has bad luck.
+            started = stack.enter_context(
+                running(material.model, extra, log, waiting, environment=KEEP_MEMORY)
+            )
         yield started
 
 
