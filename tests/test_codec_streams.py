@@ -77,6 +77,37 @@ def test_the_throughput_of_the_last_chunk_counts() -> None:
     assert made.choose(100 * MB, SHARES) == "q4"
 
 
+def test_a_chunk_must_be_in_time_though_the_store_becomes_as_slow_as_it_was() -> None:
+    clock = Clock()
+    store = StoreSpeed(clock)
+    for level, _ in SHARES:
+        store.decoded(level, 10**9, 1e-3)
+    store.heard(5 * MB, 0.5)  # 10 MB/s for a moment
+    clock.now = 1.0
+    store.heard(MB, 1e-3)  # jitter is no slow second, nor is a fast one
+    clock.now = 5.0
+    store.heard(100 * MB, 1.0)
+    made = stream(5.0 + 2.0, kv_mb=40, speed=store, clock=clock)
+    # At 10 MB/s 20 MB take 1.5 s losslessly, and the rest at the coarsest 0.16 s.
+    assert made.choose(20 * MB, SHARES) == "lossless"
+    clock.now = 5.4
+    assert made.choose(20 * MB, SHARES) == "q8"
+    clock.now = 64.0
+    store.heard(100 * MB, 1.0)  # a minute later nobody knows of that moment any more
+    made = stream(64.0 + 0.7, kv_mb=40, speed=store, clock=clock)
+    assert made.choose(20 * MB, SHARES) == "lossless"
+
+
+def test_the_coarsest_comes_in_time_however_slow_the_store_once_was() -> None:
+    clock = Clock()
+    store = StoreSpeed(clock)
+    store.heard(MB, 10.0)
+    clock.now = 2.0
+    store.heard(100 * MB, 1.0)
+    made = stream(3.0, speed=store, clock=clock, text_s=lambda kv_bytes: 0.0)
+    assert made.choose(100 * MB, SHARES) == "q4-2.0"
+
+
 def test_while_nothing_was_read_the_coarsest_comes() -> None:
     # And no text, however fast: nobody would ever learn how fast the store is.
     made = stream(1e6, speed=StoreSpeed(), text_s=lambda kv_bytes: 0.0)

@@ -2,6 +2,10 @@
 
 CacheGen §5.3: for each chunk the finest level that is there in time, at the throughput of the last
 chunk. If none is, the chunk's text is computed where that is faster, else the coarsest level comes.
+
+A chunk that has been begun cannot change its level any more. So a level above the coarsest must also be
+in time if the store becomes as slow, from now on, as it was in any second of the last minute, and all
+that comes after this chunk is the coarsest.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ _STEP = 0.25
 """Weight of a new page in the mean time to decode its level."""
 _FORGOTTEN_S = 10.0
 """After so long without a page nobody knows how fast the link is."""
+_WORST_OF_S = 60.0
+"""How far back the slowest second counts."""
+_LEAST_BUSY_S = 0.05
+"""A link that was busy for less in a second tells about its jitter."""
 _DECODE_S_PER_BYTE = 1 / 600e6
 """Of KV, until a page of the level is decoded: what one core does at least (benchmarks/codec.py)."""
 
@@ -35,6 +43,7 @@ class StoreSpeed:
         self._heard_s = -math.inf
         self._lock = Lock()
         self._bytes_per_s: float | None = None
+        self._by_second: dict[int, tuple[int, float]] = {}
         self._decode_s: dict[str, float] = {}
 
     def heard(self, stored_bytes: int, seconds: float) -> None:
@@ -42,7 +51,7 @@ class StoreSpeed:
         if stored_bytes > 0 and seconds > 0:
             with self._lock:
                 self._bytes_per_s = stored_bytes / seconds
-                self._heard_s = self._clock()
+                self._note(stored_bytes, seconds)
 
     def gave_up(self, stored_bytes: int, seconds: float) -> None:
         """Note that so many stored bytes did not come in so many seconds."""
@@ -50,7 +59,14 @@ class StoreSpeed:
             with self._lock:
                 most, known = stored_bytes / seconds, self._known()
                 self._bytes_per_s = most if known is None else min(most, known)
-                self._heard_s = self._clock()
+                self._note(*((stored_bytes, seconds) if most <= self._bytes_per_s else (0, 0.0)))
+
+    def _note(self, stored_bytes: int, seconds: float) -> None:
+        self._heard_s = now_s = self._clock()
+        moved, busy_s = self._by_second.get(int(now_s), (0, 0.0))
+        self._by_second[int(now_s)] = moved + stored_bytes, busy_s + seconds
+        for second in [one for one in self._by_second if one < now_s - _WORST_OF_S]:
+            del self._by_second[second]
 
     def decoded(self, level: str, kv_bytes: int, seconds: float) -> None:
         """Note that KV of a level was decoded and checked."""
@@ -59,19 +75,31 @@ class StoreSpeed:
             before = self._decode_s.get(level, each)
             self._decode_s[level] = before + _STEP * (each - before)
 
-    def seconds(self, level: str, share: float, kv_bytes: int) -> float:
+    def seconds(self, level: str, share: float, kv_bytes: int, *, at_worst: bool = False) -> float:
         """Return how long KV takes to come at a level; endless while nothing is known of the link.
 
         Args:
             level: Its name.
             share: What it takes of the bytes of KV.
             kv_bytes: The KV.
+            at_worst: Go by the slowest second of the last minute, not by the last pages.
         """
         with self._lock:
             rate, decode_s = self._known(), self._decode_s.get(level, _DECODE_S_PER_BYTE)
+            if at_worst and rate is not None:
+                rate = min(rate, self._slowest())
         if rate is None:
             return math.inf
         return kv_bytes * max(share / rate, decode_s)
+
+    def _slowest(self) -> float:
+        oldest_s = self._clock() - _WORST_OF_S
+        rates = [
+            moved / busy_s
+            for second, (moved, busy_s) in self._by_second.items()
+            if busy_s >= _LEAST_BUSY_S and second >= oldest_s
+        ]
+        return min(rates, default=math.inf)
 
     def _known(self) -> float | None:
         return self._bytes_per_s if self._clock() - self._heard_s < _FORGOTTEN_S else None
@@ -130,10 +158,14 @@ class RequestStream:
         if self._deadline_s is None:
             return shares[-1][0]
         left, remaining_s = max(self.left, kv_bytes), self._deadline_s - self._clock()
+        coarsest, least = shares[-1]
+        rest_s = self._speed.seconds(coarsest, least, left - kv_bytes, at_worst=True)
         for level, share in shares:
-            if self._speed.seconds(level, share, left) <= remaining_s:
+            worst_s = self._speed.seconds(level, share, kv_bytes, at_worst=True) + rest_s
+            is_safe = level == coarsest or worst_s <= remaining_s
+            if is_safe and self._speed.seconds(level, share, left) <= remaining_s:
                 return level
-        level, share = shares[-1]
+        level, share = coarsest, least
         load_s = self._speed.seconds(level, share, kv_bytes)
         text_s = math.inf if self._text_s is None else self._text_s(kv_bytes)
         return level if math.isinf(load_s) or load_s <= text_s else None
