@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Callable
 
-from tools.results_tables import circumstances, interval, load, table
+from tools.results_tables import circumstances, interval, load, percent, table
 
 
 def tiers() -> str:
@@ -60,6 +60,57 @@ def tiers_levels() -> str:
     return circumstances(found, "benchmarks/tiers.py") + table(header, rows)
 
 
+def codec_models() -> str:
+    """Return what coding the chunks of the test models costs, and how small they become."""
+    models = load("codec.json")["models"]
+    rows = []
+    for model, found in models.items():
+        sizes = found["sizes"]
+        rows.append((model, "`lossless`", *[""] * 2, f"{found['lossless']:.3f}", "", ""))
+        for level, cost in found["levels"].items():
+            smaller = [f"{8 / sizes[page][level]['bits']:.2f}x" for page in ("16", "64")]
+            lost = f"{cost['loss']:.3f} {interval(*cost['loss_ci95'])}"
+            rows.append(
+                (
+                    model,
+                    f"`{level}`",
+                    *smaller,
+                    f"{cost['accuracy']:.3f}",
+                    lost,
+                    f"{cost['kl']:.3f}",
+                )
+            )
+    header = (
+        "model",
+        "level",
+        "smaller than 8 bit, pages of 16",
+        "pages of 64",
+        "accuracy",
+        "lost",
+        "KL",
+    )
+    by_time = sorted(models.values(), key=lambda found: found["origin"]["date"])
+    prompts = f"Of {by_time[-1]['prompts']} held-out prompts for each model:\n\n"
+    return (
+        circumstances(by_time[-1]["origin"], "benchmarks/codec.py") + prompts + table(header, rows)
+    )
+
+
+def streaming() -> str:
+    """Return how many requests missed their deadline, by trace, deadline and level."""
+    found = load("streaming.json")
+    names = list(found["mean"])
+    rows = [
+        (case, *(percent(told["rows"][name]["violations"], 0) for name in names))
+        for case, told in found["cases"].items()
+    ]
+    rows.append(("mean", *(percent(found["mean"][name]) for name in names)))
+    header = ("trace, time beyond the least", *(f"`{name}`" for name in names))
+    prompts = len(next(iter(found["cases"].values()))["rows"][names[0]]["ttft_s"])
+    told = f"Of {prompts} prompts for each cell:\n\n"
+    return circumstances(found, "benchmarks/streaming.py") + told + table(header, rows)
+
+
 WHATS = ("load_ms", "ttft_s")
 
 
@@ -70,5 +121,7 @@ def _ms(seconds: float) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "tiers": tiers,
     "tiers-levels": tiers_levels,
+    "codec-models": codec_models,
+    "streaming": streaming,
 }
 """By the name in the page's comment."""
