@@ -25,6 +25,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     for axis, name in zip(axes, names, strict=True):
         mine = {label: case for label, case in cases.items() if label.startswith(f"{name},")}
         slos = [1000 * case["slo_s"] for case in mine.values()]
+        begun: dict[float, list[str]] = {}
         for row in rows:
             shares = [100 * case["rows"][row]["violations"] for case in mine.values()]
             is_adaptive = row == "adaptive"
@@ -36,7 +37,17 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 lw=2 if is_adaptive else 1,
                 zorder=2 if is_adaptive else 1,
             )
-            axis.annotate(row, (slos[0], shares[0]), color=INK, fontsize=7, va="bottom")
+            begun.setdefault(shares[0], []).append(row)
+        for share, together in begun.items():  # rows that begin alike share a label
+            place = (slos[0], share)
+            axis.annotate(
+                ", ".join(together),
+                place,
+                xytext=(5, 4),
+                textcoords="offset points",
+                color=INK,
+                fontsize=7,
+            )
         axis.set_title(name, loc="left")
         axis.set(xlabel="deadline, ms", ylim=(-3, 103))
         axis.spines[["top", "right"]].set_visible(False)
