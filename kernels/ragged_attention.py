@@ -142,17 +142,17 @@ class RaggedBatch:
     num_rows: int
     kv_slots: tuple[torch.Tensor, ...]
     tiles: tuple[tuple[RowTile, ...], ...]
-    _grouped: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    _grouped: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, repr=False)
 
-    def grouped_mask(self, request: int, number: int, group: int) -> torch.Tensor:
+    def grouped_mask(self, tile: RowTile, group: int) -> torch.Tensor:
         """Return a tile's mask once for each head of a group, [group * rows, num_visible].
 
         All layers take the same one, unless the masks of the batch are too large to be kept.
         """
-        key = request, number, group
+        key = tile.rows.start, group
         if key in self._grouped:
             return self._grouped[key]
-        mask = self.tiles[request][number].mask.repeat(group, 1)
+        mask = tile.mask.repeat(group, 1)
         size = sum(tile.mask.nbytes for tiles in self.tiles for tile in tiles)
         if group * size <= _KEPT_MASK_BYTES:
             self._grouped[key] = mask
@@ -227,19 +227,19 @@ def ragged_attention(
     num_heads, num_kv_heads = q.shape[1], k_pool.shape[1]
     group = num_heads // num_kv_heads
     out = q.new_empty(q.shape[0], num_heads, v_pool.shape[-1])
-    for request, (slots, tiles) in enumerate(zip(batch.kv_slots, batch.tiles, strict=True)):
+    for slots, tiles in zip(batch.kv_slots, batch.tiles, strict=True):
         keys = (
             k_pool[slots].to(q.dtype).transpose(0, 1)[None]
         )  # [1, num_kv_heads, seq_len, head_dim]
         values = v_pool[slots].to(q.dtype).transpose(0, 1)[None]
-        for number, tile in enumerate(tiles):
+        for tile in tiles:
             # The heads that share keys are rows beside each other: few large products are faster.
             own = q[tile.rows].reshape(-1, num_kv_heads, group, q.shape[2]).permute(1, 2, 0, 3)
             attended = torch.nn.functional.scaled_dot_product_attention(
                 own.flatten(1, 2)[None],  # [1, num_kv_heads, group * rows, head_dim]
                 keys[:, :, : tile.num_visible],
                 values[:, :, : tile.num_visible],
-                attn_mask=batch.grouped_mask(request, number, group),
+                attn_mask=batch.grouped_mask(tile, group),
                 scale=scale,
             )
             each = attended.reshape(num_kv_heads, group, -1, out.shape[2])

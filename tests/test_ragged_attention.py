@@ -9,7 +9,7 @@ from ragged_cases import Case, Rows, dense, make_case
 from sgl_blend.kernels.ragged_attention import plan_ragged, ragged_attention
 from support import assert_as_good_as
 
-COUNTS = [1, 31, 32, 33, 127, 128, 129, 613]
+COUNTS = [1, 63, 64, 65, 127, 128, 129, 613]
 GQA = [(4, 4), (4, 2), (4, 1), (8, 1), (7, 1), (14, 2)]
 
 
@@ -161,6 +161,19 @@ def test_a_row_is_the_same_whichever_rows_are_kept_beside_it(seed: int, count: i
     )
 
     assert_as_good_as(fewer.run(), dense(fewer, torch.float32), dense(case, torch.float64)[some])
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20])
+def test_all_layers_take_the_same_masks(kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sgl_blend.kernels.ragged_attention._KEPT_MASK_BYTES", kept_bytes)
+    case = make_case([70, 5], heads=(4, 2))
+    rows = case.batch
+    plan = plan_ragged(rows.positions, rows.num_rows, rows.kv_slots, case.q.dtype)
+    layers = [
+        ragged_attention(case.q, case.k_pool, case.v_pool, plan, scale=case.scale) for _ in range(2)
+    ]
+    assert torch.equal(layers[0], layers[1])
+    assert len(plan._grouped) == (3 if kept_bytes else 0)
 
 
 def test_no_rows_give_no_rows() -> None:

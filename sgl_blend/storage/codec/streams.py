@@ -59,7 +59,9 @@ class StoreSpeed:
             with self._lock:
                 most, known = stored_bytes / seconds, self._known()
                 self._bytes_per_s = most if known is None else min(most, known)
-                self._note(*((stored_bytes, seconds) if most <= self._bytes_per_s else (0, 0.0)))
+                self._heard_s = self._clock()
+                if most <= self._bytes_per_s:
+                    self._note(stored_bytes, seconds)
 
     def _note(self, stored_bytes: int, seconds: float) -> None:
         self._heard_s = now_s = self._clock()
