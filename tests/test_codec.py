@@ -188,6 +188,9 @@ def test_alike_neighbours_are_coded_as_differences() -> None:
     like = profile_of(form, pages=[torch.stack([page[None], page[None]]) for page in alike])
     assert choose_transform(like, level, 1, alike)[0] is Transform.ANCHORS
     assert choose_transform(profile, level, 1, apart)[0] is Transform.DIRECT
+    # Pages are stored one by one: those that repeat an earlier one are no smaller.
+    once, again = (choose_transform(like, level, 1, alike[:1] * n)[1] for n in (1, 4))
+    assert once == pytest.approx(again)
 
 
 def test_numpy_agrees_bit_for_bit() -> None:

@@ -36,13 +36,17 @@ def measure_scales(unit: Unit) -> UnitScales:
 def choose_transform(
     profile: CodecProfile, level: Level, index: int, unit: Unit
 ) -> tuple[Transform, dict[Transform, float]]:
-    """Return the transform that makes a unit smallest, and the bits per element of each."""
+    """Return the transform that makes a unit smallest, and the bits per element of each.
+
+    Pages are compressed one by one, as they are stored: what repeats between them helps neither.
+    """
     elements = sum(page.numel() for page in unit)
     bits = {}
     for transform in Transform:
         code = make_unit_code(profile, level, index, transform, slice(None))
-        packed = torch.cat([encode_unit(page, code)[0] for page in unit])
-        bits[transform] = 8 * len(deflate_symbols(packed.numpy().data)) / elements
+        packed = [encode_unit(page, code)[0] for page in unit]
+        num_bytes = sum(len(deflate_symbols(page.numpy().data)) for page in packed)
+        bits[transform] = 8 * num_bytes / elements
     return min(bits, key=lambda transform: bits[transform]), bits
 
 
