@@ -11,7 +11,7 @@ text, and compared with what deviates when the chunk stands in a held-out prompt
     .venv/bin/python -m benchmarks.probes --json benchmarks/results/probes.json
 
 Printed: of the tokens that hkvd chooses at a ratio of 0.15, how many are among the 15 % of the largest
-memory (what `remembered` computes) and among the 40 % (what `funnel` lets pass).
+memory (what `remembered` computes) and among the 30 % (what `funnel` lets pass).
 """
 
 import argparse

@@ -28,7 +28,7 @@ EXACT = "exact-"
 """Before a policy's name: the rows it drops keep their true KV."""
 SKIP_LAYERS = ("edge", "first-k", "block")
 """Policies that drop rows before the first layer."""
-EARLY_SHARES = {"funnel": Fraction(2, 5), "remembered": Fraction(0)}
+EARLY_SHARES = {"funnel": Fraction(3, 10), "remembered": Fraction(0)}
 """Policies that drop rows before the first layer by memory, and the share that is left at least."""
 RANDOM_SEED = 2405
 FIRST_ROWS = 8

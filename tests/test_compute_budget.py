@@ -29,7 +29,7 @@ BUDGET = 150
 RATIO = 0.1
 TOLERANCE = 2e-4
 
-EARLY_SHARE = {"hkvd": 1.0, "none": 1.0, "funnel": 0.4, "remembered": RATIO, "first-k": RATIO}
+EARLY_SHARE = {"hkvd": 1.0, "none": 1.0, "funnel": 0.3, "remembered": RATIO, "first-k": RATIO}
 """Share of the moved rows that enters the first layer."""
 
 

@@ -65,7 +65,7 @@ POLICIES = {
         by_score,
         Sees.LAYER,
         v_deviation,
-        early_share=0.4,
+        early_share=0.3,
     ),
     "remembered": Policy(
         "the tokens whose deviation was largest in other contexts",
