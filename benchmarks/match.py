@@ -120,7 +120,7 @@ def measure(driver: Driver, case: tuple[int, int], count: int, prompts: int) -> 
         times["tree"].append(ask_tree(driver, driver.runtime.intake.read(other).keys))
         for name in ("new", "unchanged", "changed"):
             if name == "changed":
-                driver.runtime.admission.before_reset()  # forget what was found; the tree stays
+                driver.runtime.admission.before_evict()  # what was found may be gone
             begun = time.perf_counter()
             found = driver.runtime.admission.plan(req, state)
             done = time.perf_counter()
