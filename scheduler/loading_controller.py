@@ -9,19 +9,24 @@ is found is loaded.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.tuning.links import LinkClock, LinkSpeed, TimedLoad, deadline_s, expected_end_s
 from sgl_blend.tuning.load_choice import MAX_RATIO, Choice, Ratios, choose
-from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Prompt
+from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Place, Prompt
 
 logger = logging.getLogger(__name__)
 
 UNKNOWN_STORAGE = LinkSpeed(latency_s=1e-3, bytes_per_s=1e9)
 """What a store is taken for until it has answered: fast enough to be tried."""
+_FIRST_RETRY_S, _LAST_RETRY_S = 10.0, 60.0
+"""A store that was too slow for every chunk is tried again after so long, ever later to the last."""
+_BELIEVED_AFTER = 6
+"""Reads since it was last tried, after which a store that is still chosen counts as fast again."""
 
 
 class Patience(NamedTuple):
@@ -44,15 +49,25 @@ class LoadingController:
         host: Speed of host memory in a trial.
         token_bytes: KV of one token in all layers, on this rank.
         tp_group: Of which the first rank's times count.
+        clock: Seconds that never go back.
     """
 
     def __init__(
-        self, times: ModelTimes, host: LinkSpeed, token_bytes: int, tp_group: TPGroup
+        self,
+        times: ModelTimes,
+        host: LinkSpeed,
+        token_bytes: int,
+        tp_group: TPGroup,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._times = times
         self._host = LinkClock(host)
         self._storage = LinkClock(UNKNOWN_STORAGE)
         self._heard: deque[TimedLoad] = deque()
+        self._clock = clock
+        self._left_since_s: float | None = None
+        self._retry_s = _FIRST_RETRY_S
+        self._num_heard = 0
         self._tp_group = tp_group
         self.token_bytes = token_bytes
 
@@ -67,8 +82,7 @@ class LoadingController:
             ratio: The least ratio.
             num_queued: Bytes that storage has been asked for before.
         """
-        while self._heard:
-            self._storage.update(self._heard.popleft())
+        self._listen()
         host, storage = self._host.speed, self._storage.speed
         agreed = self._tp_group.agree(
             [host.latency_s, host.bytes_per_s, storage.latency_s, storage.bytes_per_s]
@@ -76,7 +90,30 @@ class LoadingController:
         host, storage = LinkSpeed(*agreed[:2]), LinkSpeed(*agreed[2:])
         links = Links(host, storage, num_queued / storage.bytes_per_s)
         prompt = Prompt(tuple(chunks), num_plain)
-        return choose(prompt, self._times, links, Ratios(ratio, max(ratio, MAX_RATIO)))
+        choice = choose(prompt, self._times, links, Ratios(ratio, max(ratio, MAX_RATIO)))
+        self._note(chunks, choice)
+        return choice
+
+    def _listen(self) -> None:
+        """Learn from what storage has sent; where nothing was worth asking for, try it again."""
+        while self._heard:
+            self._storage.update(self._heard.popleft())
+            self._num_heard += 1
+            self._left_since_s = None
+        left_s = self._left_since_s
+        if left_s is not None and self._clock() - left_s >= self._retry_s:
+            self._storage = LinkClock(UNKNOWN_STORAGE)
+            self._left_since_s, self._num_heard = None, 0
+            self._retry_s = min(2 * self._retry_s, _LAST_RETRY_S)
+
+    def _note(self, chunks: Sequence[Chunk], choice: Choice) -> None:
+        """Note since when storage was asked for nothing, because it was slow when last heard."""
+        stored = {index for index, chunk in enumerate(chunks) if chunk.place is Place.STORAGE}
+        if not stored.isdisjoint(choice.loaded):
+            if self._num_heard >= _BELIEVED_AFTER:
+                self._retry_s = _FIRST_RETRY_S
+        elif stored and self._left_since_s is None:
+            self._left_since_s = self._clock()
 
     @staticmethod
     def patience(choice: Choice) -> Patience:

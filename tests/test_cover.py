@@ -132,6 +132,29 @@ def test_a_short_chunk_makes_room_for_the_next_one() -> None:
     assert pieces == [(0, 90), (100, 250)]
 
 
+@settings(deadline=None, max_examples=200)
+@given(
+    period=st.integers(17, 120),
+    times=st.integers(2, 8),
+    head=st.integers(0, 30),
+    tail=st.integers(1, 300),
+)
+def test_a_text_that_repeats_itself_is_one_piece(
+    period: int, times: int, head: int, tail: int
+) -> None:
+    # Every repetition begins like the chunk and claims all of its length, beyond the text's end.
+    size, end = period * times, head + period * times
+    chunks = dict.fromkeys(range(head, end, period), size)
+    pieces = cover(
+        candidates_of(chunks),
+        [Span(0, end + tail)],
+        lambda at: end - at,
+        num_tokens=end + tail,
+        least=min(64, size),
+    )
+    assert pieces == [(head, end)]
+
+
 @pytest.mark.parametrize(("num_tokens", "most"), [(100, 64), (8_192, 64), (12_800, 100)])
 def test_walks_are_bounded(num_tokens: int, most: int) -> None:
     assert most_walks(num_tokens) == most

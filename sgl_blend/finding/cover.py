@@ -6,7 +6,8 @@ tokens of a chunk do not know its last ones. So where two chunks overlap, the fi
 The plan is made from the claimed lengths, from the right to the left: the best that can follow a
 start does not depend on what stands before it. Then it is followed from the left to the right, and
 each chunk is walked in the tree when its turn comes. If it is shorter than claimed, what follows is
-chosen again.
+chosen again. Before a piece is cut that was found whole, the rest of the plan is made again from what
+the walks have shown: in a text that repeats itself every repetition claims to reach beyond its end.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,6 +29,8 @@ _STARTS_PER_WALK = 2
 _TOKEN_COST = 1 << 24
 """Cost of a token that no piece covers; a piece costs 1. No prompt has that many pieces."""
 _NEVER = 1 << 62
+_MOST_PLANS = 4
+"""How often the rest of a plan is made again, for all pieces of a hole: it costs as much as a plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +127,29 @@ class _Plan:
         self._costs = [_NEVER] * len(starts)
         # The same with the cost of what is skipped, counted from the beginning of the prompt.
         self._skips = [_NEVER] * len(starts)
-        for number in reversed(range(len(starts))):
-            self._weigh(number)
+        self._is_outdated = False
+        self._plans_left = 1 + _MOST_PLANS
+        self._weigh_from(0)
 
     def shorten(self, number: int, num_tokens: int) -> None:
         """Note how long a chunk really is; below the shortest piece it is not there.
 
-        Starts before it that counted on it are not weighed again. What follows them is, when they
-        are used.
+        Starts before it that counted on it are not weighed again before ``renew``. What follows them
+        is, when they are used.
         """
         self.ends[number] = min(self.ends[number], self.starts[number] + num_tokens)
         self._weigh(number)
+        self._is_outdated = True
+
+    def renew(self, start: int) -> bool:
+        """Weigh all starts after an offset again, if any was shortened; return whether they were.
+
+        Not for ever: a hostile prompt could ask for it after each walk.
+        """
+        if not self._is_outdated or not self._plans_left:
+            return False
+        self._weigh_from(bisect_right(self.starts, start))
+        return True
 
     def next(self, start: int, end: int, least: int) -> int | None:
         """Return which start follows best, or None where the hole is better left alone.
@@ -145,6 +160,12 @@ class _Plan:
             least: Tokens that are left of it if it is cut.
         """
         return self._choose(start, end, least)[1]
+
+    def _weigh_from(self, first: int) -> None:
+        self._is_outdated = False
+        self._plans_left -= 1
+        for number in reversed(range(first, len(self.starts))):
+            self._weigh(number)
 
     def _weigh(self, number: int) -> None:
         start, end = self.starts[number], self.ends[number]
@@ -187,6 +208,8 @@ def _follow(plan: _Plan, begin: int, walk: Walk, budget: int) -> tuple[list[Span
             if length < plan.ends[number] - at:
                 plan.shorten(number, length)
                 continue  # another one may be better now
+        if at < end and plan.renew(start):
+            continue  # the piece before may be better left whole
         if end > start:
             pieces.append(Span(start, min(end, at)))
         start, end, least = at, plan.ends[number], plan.leasts[number]
