@@ -45,7 +45,7 @@ from sgl_blend.engine.objects import (
 )
 from sgl_blend.engine.requests import echo_params, manager_of, mend_returned_prompts
 from sgl_blend.engine.versions import TESTED_VERSIONS
-from sgl_blend.errors import ConfigError, UnsupportedError
+from sgl_blend.errors import BlendError, ConfigError, UnsupportedError
 from sgl_blend.protocol.gate import RequestGate, check_preferred
 from sgl_blend.protocol.separator import find_separator
 from sgl_blend.scheduler import hooks
@@ -54,6 +54,8 @@ from sgl_blend.settings.config import FORMER_NAMES, BlendConfig, add_flags, sett
 logger = logging.getLogger(__name__)
 
 _GATE = "_sgl_blend_gate"
+_FROM_FLAGS = "_sgl_blend_from_flags"
+"""On server arguments that a command line made: who reads it wants a sentence, not a traceback."""
 
 
 def register() -> None:
@@ -115,6 +117,7 @@ def _after_flag_values(
     except ConfigError as err:
         raise SystemExit(f"error: {err}") from None
     config.attach(result)
+    setattr(result, _FROM_FLAGS, True)
 
 
 def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,12 +138,18 @@ def make_server_args(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _after_settings(result: None, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
     config = BlendConfig.of(server_args)
-    if config.enable_blend:
+    if not config.enable_blend:
+        return
+    try:
         check_hooks(allow_untested=config.blend_allow_untested)
         check_server_args(server_args)
         check_preferred(preferred_sampling(server_args), config)
         if config.blend_store_key_file is not None:
             _read_key(config.blend_store_key_file)  # a bad one is refused before a model is loaded
+    except BlendError as err:
+        if getattr(server_args, _FROM_FLAGS, False):
+            raise SystemExit(f"error: {err}") from None
+        raise
 
 
 # --- the tokenizer process ----------------------------------------------------------------------

@@ -245,7 +245,14 @@ class BlendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         preset = named.get("blend_preset")
         if not isinstance(preset, str) or len(named) < len(given):
             return cls.from_settings(given)
-        return cls.from_settings({**preset_settings(preset), **named})
+        filled = preset_settings(preset)
+        try:
+            return cls.from_settings({**filled, **named})
+        except ConfigError as err:
+            meant = [name for name in filled if name not in named and name in str(err)]
+            if not meant:
+                raise
+            raise ConfigError(f"{err} (blend_preset {preset} sets {', '.join(meant)})") from None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> "BlendConfig":

@@ -85,7 +85,16 @@ def preset_settings(preset: str) -> dict[str, Any]:
     Raises:
         ConfigError: It is no name of a preset, and there is no such profile.
     """
-    return PRESETS[preset] if preset in PRESETS else load_profile(preset).settings
+    if preset in PRESETS:
+        return PRESETS[preset]
+    if not preset:
+        raise ConfigError("blend_preset must not be empty")
+    if "\0" not in preset and not Path(preset).exists():
+        raise ConfigError(
+            f"blend_preset {preset}: there is no such file, and no preset of that name but "
+            f"{', '.join(PRESETS)}"
+        )
+    return load_profile(preset).settings
 
 
 def load_profile(path: str) -> Profile:
