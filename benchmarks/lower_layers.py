@@ -50,7 +50,7 @@ class Network:
         config = self.model.config
         self.layers = self.model.model.layers
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.dim = config.hidden_size // self.heads
+        self.dim: int = config.head_dim or config.hidden_size // self.heads
         self._rotary = self.model.model.rotary_emb
 
     def embed(self, ids: list[int]) -> torch.Tensor:
