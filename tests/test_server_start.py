@@ -64,10 +64,6 @@ REFUSED = {
         ["--enable-blend", "--disable-radix-cache"],
         "--disable-radix-cache is not",
     ),
-    "drafts of a model": (
-        ["--enable-blend", "--speculative-algorithm", "EAGLE"],
-        "--speculative-algorithm is not supported",
-    ),
     "store without a key": (
         ["--enable-blend", "--blend-store-key-file", "/nowhere/key"],
         "/nowhere/key: No such file",
