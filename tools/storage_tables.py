@@ -61,39 +61,75 @@ def tiers_levels() -> str:
 
 
 def codec_models() -> str:
-    """Return what coding the chunks of the test models costs, and how small they become."""
+    """Return how small the chunks of the test models become, and what coding them costs."""
     models = load("codec.json")["models"]
-    rows = []
+    by_time = sorted(models.values(), key=lambda found: found["origin"]["date"])
+    origin = by_time[-1]["origin"]
+    costs: list[tuple[str, ...]] = []
+    sizes: list[tuple[str, ...]] = []
     for model, found in models.items():
-        sizes = found["sizes"]
-        rows.append((model, "`lossless`", *[""] * 2, f"{found['lossless']:.3f}", "", ""))
+        costs.append((model, "`lossless`", f"{found['lossless']:.3f}", "", ""))
         for level, cost in found["levels"].items():
-            smaller = [f"{8 / sizes[page][level]['bits']:.2f}x" for page in ("16", "64")]
             lost = f"{cost['loss']:.3f} {interval(*cost['loss_ci95'])}"
+            costs.append(
+                (model, f"`{level}`", f"{cost['accuracy']:.3f}", lost, f"{cost['kl']:.3f}")
+            )
+            small, large = (found["sizes"][page][level] for page in ("16", "64"))
+            ways = large["transforms"]
+            sizes.append(
+                (
+                    model,
+                    f"`{level}`",
+                    *(f"{8 / page['bits']:.2f}x" for page in (small, large)),
+                    f"{large['bits'] / large['ideal_bits']:.2f}",
+                    f"{ways['anchors'] / ways['direct']:.2f}",
+                )
+            )
+    smaller = (
+        "model",
+        "level",
+        "smaller than 8 bit, pages of 16",
+        "pages of 64",
+        "of ideal arithmetic coding",
+        "differences / direct",
+    )
+    return (
+        circumstances(origin, "benchmarks/codec.py")
+        + f"Of {by_time[-1]['prompts']} held-out prompts for each model:\n\n"
+        + table(("model", "level", "accuracy", "lost", "KL"), costs)
+        + "\nThe last two columns are at pages of 64:\n\n"
+        + table(smaller, sizes)
+    )
+
+
+def coded_score() -> str:
+    """Return what it is worth that deviation is measured against KV as coding left it."""
+    found = load("coded-score.json")
+    rows = []
+    for model, levels in found["models"].items():
+        for level, row in levels.items():
+            low, high = row["kl_saved_ci95"]
             rows.append(
                 (
                     model,
                     f"`{level}`",
-                    *smaller,
-                    f"{cost['accuracy']:.3f}",
-                    lost,
-                    f"{cost['kl']:.3f}",
+                    *(f"{row['kl'][way]:.3f}" for way in ("none", "clean", "as it came")),
+                    interval(low, high, 3),
+                    *(f"{row['right'][way]:.3f}" for way in ("clean", "as it came")),
                 )
             )
     header = (
         "model",
         "level",
-        "smaller than 8 bit, pages of 16",
-        "pages of 64",
-        "accuracy",
-        "lost",
-        "KL",
+        "KL, nothing recomputed",
+        "KL, clean",
+        "KL, as it came",
+        "KL saved",
+        "right, clean",
+        "right, as it came",
     )
-    by_time = sorted(models.values(), key=lambda found: found["origin"]["date"])
-    prompts = f"Of {by_time[-1]['prompts']} held-out prompts for each model:\n\n"
-    return (
-        circumstances(by_time[-1]["origin"], "benchmarks/codec.py") + prompts + table(header, rows)
-    )
+    told = f"{found['prompts']} held-out prompts for each model:\n\n"
+    return circumstances(found, "benchmarks/coded_score.py") + told + table(header, rows)
 
 
 def streaming() -> str:
@@ -122,6 +158,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tiers": tiers,
     "tiers-levels": tiers_levels,
     "codec-models": codec_models,
+    "coded-score": coded_score,
     "streaming": streaming,
 }
 """By the name in the page's comment."""
