@@ -313,7 +313,8 @@ def _make_plan(
     for hit in lookup.hits:
         start, found = hit.span.start, hit.match
         stop = start + hit.num_tokens
-        span = ReusedSpan(start, stop, hit.prefix_length, found, place_of(hit) if trusts else None)
+        place = place_of(hit) if trusts else None
+        span = ReusedSpan(start, stop, hit.prefix_length, found, place, hit.is_rounded)
         if start >= blended_from and stop <= computed_from:
             spans.append(span)
         elif (clipped := span.clip(blended_from, computed_from)) is not None:

@@ -275,6 +275,8 @@ def _level_choice(
     if levels is None or not has_host_tier(facts.tree):
         return None
     assert fusion.times is not None, "measured for a profile"
+    if (half_bins := levels.half_bins()) is not None:
+        fusion.fusor.half_bins = half_bins.to(fusion.rotation.embedding.table.device)
     token_bytes = host_token_bytes(facts.tree)
     return LevelChoice(levels, _model_times(fusion.times, fusion, token_bytes), token_bytes)
 

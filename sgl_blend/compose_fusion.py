@@ -90,7 +90,15 @@ def make_fusion(
     fusor = Fusor(runner, rotation, split, layout, kernel, tp_group, memory, graphs)
     run_trial(fusor, scheduler, config)
     if layout.is_on_gpu:
-        warm_up(runner, layers[-1], pools, kernel, rotation, facts.most_requests)
+        warm_up(
+            runner,
+            layers[-1],
+            pools,
+            kernel,
+            rotation,
+            facts.most_requests,
+            rounds=config.blend_store_profile is not None,
+        )
     if graphs is not None:
         graphs.capture()
         if graphs.buckets:

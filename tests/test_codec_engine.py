@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import msgspec
 import pytest
+import torch
 from coded_chunks import coded, of_chunk, profile, rounded_kv
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt
@@ -28,11 +29,20 @@ from stored_files import NEEDS_NAMESPACES, PAGE, slow_reads, store
 
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.storage_tier import StorageTier
-from sgl_blend.storage.codec.levels import CodecProfile, write_profile
+from sgl_blend.storage.codec.levels import (
+    LEVELS,
+    CodecProfile,
+    floats,
+    read_profile,
+    write_profile,
+)
 
 __all__ = ["model_folder", "profile", "start_engine", "store"]  # fixtures
 
 pytestmark = [pytest.mark.engine, NEEDS_NAMESPACES]
+
+CHECK = 1
+"""The check layer of engines in tests."""
 
 
 def _store_and_ask(driver: Driver, salt: str) -> tuple[Answer, Answer, list[Any], list[Any]]:
@@ -67,6 +77,48 @@ def test_chunks_come_back_about_as_they_were(
     # Tokens beyond the last whole page were not stored.
     new = [path for path in store.iterdir() if path not in before]
     assert {path.name.split("_")[0].rsplit("-", 1)[0] for path in new} == {f"sgb2-{level}"}
+
+
+def _roundings(driver: Driver, salt: str) -> list[tuple[list[float], torch.Tensor] | None]:
+    """Ask for a prompt of stored chunks and one that is built here; return what scores went by."""
+    from sgl_blend.kernels import kv_deviation
+
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    warm = []
+    seen: list[tuple[list[float], torch.Tensor] | None] = []
+    real = kv_deviation.kv_deviation_at
+
+    def note(*args: Any, **more: Any) -> Any:
+        rounding = more.get("rounding")
+        told = None if rounding is None else (rounding.share.tolist(), rounding.half_bins.clone())
+        seen.append(told)
+        return real(*args, **more)
+
+    with patch.object(kv_deviation, "kv_deviation_at", note):
+        ask(driver, salt)
+        warm = list(seen)
+        flush(driver)
+        seen.clear()
+        ask(driver, salt)
+    assert warm == [None]
+    return seen
+
+
+def test_scores_leave_out_what_coding_explains(
+    start_engine: StartEngine, profile: Path, store: Path
+) -> None:
+    engine = start_engine(**coded(profile, "q8,q4-2.0"))
+    (told,) = engine.call(_roundings, "scores")
+    assert told is not None, "the chunks came in few bits"
+    share, half_bins = told
+    assert share == [1.0] * len(share)
+    assert len(share) > sum(map(len, CHUNKS)) // 2
+    # Of the finest level, which explains least: the level of each chunk is not kept.
+    made = read_profile(profile)
+    sigma = torch.from_numpy(floats(made.units[2 * CHECK + 1].sigma))
+    wanted = sigma.view(made.heads, made.dim) * LEVELS["q8"].bin_of(CHECK, made.layers) / 2
+    torch.testing.assert_close(half_bins, wanted)
 
 
 def test_lossless_levels_lose_nothing(start_engine: StartEngine, profile: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.kv_deviation_triton import kv_deviation_at_triton
+from sgl_blend.kernels.rounding import Rounding
 from support import DEVICE, KERNEL_DTYPES, assert_as_good_as
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -113,6 +114,40 @@ def test_equal_kv_deviates_by_exactly_nothing(neox: bool) -> None:
 
     assert (case.run_triton() == 0).all()
     assert (case.run_triton(still) == 0).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_what_rounding_explains_does_not_count(shape: tuple[int, int, int]) -> None:
+    case = Case(shape, torch.float32)
+    half_bins = torch.rand(shape[1:], device=DEVICE) * 2
+    share = (torch.arange(shape[0], device=DEVICE) % 2).float()
+    rounding = Rounding(share, half_bins)
+
+    arguments = case.fresh, case.rows, case.pool, case.slots
+    got = kv_deviation_at_triton(*arguments, None, rounding).cpu()
+
+    apart = (case.fresh[case.rows].double() - case.pool[case.slots].double()).abs()
+    beyond = (apart - share[:, None, None] * half_bins).clamp(min=0)
+    torch.testing.assert_close(
+        got.double(), beyond.square().sum((1, 2)).cpu(), rtol=1e-5, atol=1e-5
+    )
+    exact = case.run_triton()
+    assert torch.equal(got[share.cpu() == 0], exact[share.cpu() == 0])
+    assert (got <= exact).all()
+    public = kv_deviation_at(*arguments, rounding=rounding)
+    torch.testing.assert_close(public.cpu(), got, rtol=1e-5, atol=1e-5)
+
+
+def test_rounding_goes_with_no_rotation() -> None:
+    case = Case((5, 2, 16), torch.float32)
+    rounding = Rounding(torch.ones(5), torch.ones(2, 16))
+    fresh, rows, pool, slots = (x.cpu() for x in (case.fresh, case.rows, case.pool, case.slots))
+    cos = torch.ones(5, 4)
+    with pytest.raises(ValueError, match=r"^rounding: expected None with a rotation$"):
+        kv_deviation_at(fresh, rows, pool, slots, (cos, cos, True), rounding)
+    wrong = Rounding(torch.ones(4), torch.ones(2, 16))
+    with pytest.raises(ValueError, match=r"^share: expected shape \(5,\), got \(4,\)$"):
+        kv_deviation_at(fresh, rows, pool, slots, None, wrong)
 
 
 def test_no_rows_have_no_deviation() -> None:

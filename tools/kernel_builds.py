@@ -126,7 +126,7 @@ def deviations() -> Iterator[Build]:
     """V as it is, K moved first."""
     half_precision, fp8 = torch.bfloat16, torch.float8_e4m3fn
     whole = [(dim, half) for dim in HEAD_DIMS for half in (0, dim // 2)]
-    for dtype, pool_dtype, dim, half, neox in (
+    plain = [
         (half_precision, half_precision, 128, 0, True),
         (half_precision, half_precision, 128, 64, True),
         (half_precision, half_precision, 128, 64, False),
@@ -135,8 +135,13 @@ def deviations() -> Iterator[Build]:
         (half_precision, fp8, 128, 64, True),
         (fp8, fp8, 128, 0, True),  # a probe compares two parts of the pool
         *((half_precision, half_precision, *dims, True) for dims in whole),
-    ):
+    ]
+    rounded = [(half_precision, half_precision, 128, 0, True)]  # V that came in few bits
+    for number, (dtype, pool_dtype, dim, half, neox) in enumerate([*plain, *rounded]):
+        is_rounded = number >= len(plain)
         moved = f"moved {'neox' if neox else 'gptj'} {2 * half}" if half else "as it is"
+        if is_rounded:
+            moved = "from few bits"
         yield Build(
             f"kv_deviation_at {_short(dtype)}/{_short(pool_dtype)} d{dim} {moved}",
             kv_deviation_triton._deviation,
@@ -144,8 +149,10 @@ def deviations() -> Iterator[Build]:
                 "fresh_ptr": POINTERS[dtype], "pool_ptr": POINTERS[pool_dtype],
                 "row_ptr": "*i64", "slot_ptr": "*i64",
                 "cos_ptr": "*fp32", "sin_ptr": "*fp32", "out_ptr": "*fp32",
+                "share_ptr": "*fp32", "half_bin_ptr": "*fp32",
             },
             {
+                "ROUNDED": is_rounded,
                 "NEOX": neox, "NUM_HEADS": 8, "HEAD_DIM": dim, "HALF": half,
                 **delta_rope_triton.pair_blocks(8, dim, half),
             },

@@ -108,25 +108,27 @@ def coded_score() -> str:
     rows = []
     for model, levels in found["models"].items():
         for level, row in levels.items():
-            low, high = row["kl_saved_ci95"]
+            kl, (low, high) = row["kl"], row["kl_saved_ci95"]
+            beyond_low, beyond_high = row["kl_saved_beyond_ci95"]
             rows.append(
                 (
                     model,
                     f"`{level}`",
-                    *(f"{row['kl'][way]:.3f}" for way in ("none", "clean", "as it came")),
+                    *(f"{kl[way]:.3f}" for way in ("none", "clean", "as it came")),
                     interval(low, high, 3),
-                    *(f"{row['right'][way]:.3f}" for way in ("clean", "as it came")),
+                    f"{kl['beyond']:.3f}",
+                    interval(beyond_low, beyond_high, 3),
                 )
             )
     header = (
         "model",
         "level",
         "KL, nothing recomputed",
-        "KL, clean",
-        "KL, as it came",
-        "KL saved",
-        "right, clean",
-        "right, as it came",
+        "clean",
+        "as it came",
+        "saved",
+        "beyond half a bin",
+        "saved",
     )
     told = f"{found['prompts']} held-out prompts for each model:\n\n"
     return circumstances(found, "benchmarks/coded_score.py") + told + table(header, rows)

@@ -30,6 +30,7 @@ from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.fusion.host_plan import Group, LastRows, Reduction, RowCounts
 from sgl_blend.fusion.phases import Phase, phase
 from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.rounding import Rounding
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import select_rows
 from sgl_blend.policies import POLICIES
@@ -52,6 +53,8 @@ class Candidates:
             no such policy in the batch.
         decided: float32 [n], NaN for rows that go on whatever their priority is, else 0; None if
             there are none.
+        rounded: float32 [n], 1 for rows whose stored KV came in few bits, else 0; None if there are
+            none.
     """
 
     rows: torch.Tensor
@@ -61,12 +64,14 @@ class Candidates:
     sin: torch.Tensor
     priorities: torch.Tensor | None = None
     decided: torch.Tensor | None = None
+    rounded: torch.Tensor | None = None
 
     def take(self, chosen: torch.Tensor, rows: torch.Tensor) -> "Candidates":
         """Return only some of them, and what their rows are called now."""
         tensors = [self.positions, self.source_slots, self.cos, self.sin]
         positions, source_slots, cos, sin = compact_rows(chosen, tensors)
-        optional = [tensor for tensor in (self.priorities, self.decided) if tensor is not None]
+        marks = (self.priorities, self.decided, self.rounded)
+        optional = [tensor for tensor in marks if tensor is not None]
         taken = iter(compact_rows(chosen, optional) if optional else [])
         return Candidates(
             rows,
@@ -76,6 +81,7 @@ class Candidates:
             sin,
             priorities=None if self.priorities is None else next(taken),
             decided=None if self.decided is None else next(taken),
+            rounded=None if self.rounded is None else next(taken),
         )
 
 
@@ -90,6 +96,7 @@ class _LayerKV:
     v_pool: torch.Tensor
     scale: float
     stored: KVScale
+    number: int
 
 
 class BlendAttention:
@@ -115,8 +122,10 @@ class BlendAttention:
         kernel: RaggedKernel,
         before_layer: Callable[[int], None] | None = None,
         follow_rows: RowFollower | None = None,
+        half_bins: torch.Tensor | None = None,
     ) -> None:
         self.inner = inner
+        self._half_bins = half_bins
         self._before_layer = before_layer
         self._follow_rows = follow_rows
         self.kept_rows = torch.empty(0, dtype=torch.int64)
@@ -174,7 +183,8 @@ class BlendAttention:
                 if isinstance(leaving, LastRows):
                     self._keep_last(leaving)
                 else:
-                    self._select(leaving, _LayerKV(heads, k, v, k_pool, v_pool, scale, stored))
+                    pools = k_pool, v_pool
+                    self._select(leaving, _LayerKV(heads, k, v, *pools, scale, stored, layer_id))
                 (heads,) = compact_rows(self.kept_rows, [heads])
         mixed = self._kernel.run(heads, k_pool, v_pool, self._plan, scale=scale)
         return times(mixed, stored.v).reshape(heads.shape[0], -1)
@@ -278,7 +288,15 @@ class BlendAttention:
             scale=fresh.scale,
             k_scale=fresh.stored.k,
             v_scale=fresh.stored.v,
+            v_rounding=self._rounding(own, fresh.number),
         )
+
+    def _rounding(self, own: slice, layer: int) -> Rounding | None:
+        """Return how far coding may have moved the stored V of candidates; None if it did not."""
+        marks = None if self._candidates is None else self._candidates.rounded
+        if marks is None or self._half_bins is None:
+            return None
+        return Rounding(marks[own], self._half_bins[layer])
 
     def _kv_slots(self) -> list[torch.Tensor]:
         if self._slots is None:  # the same in all layers

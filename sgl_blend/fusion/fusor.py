@@ -72,6 +72,8 @@ class Fusor:
     Attributes:
         layers: The model's layers and which of them selects.
         graphs: Of the layers above the check layer; None if they are launched kernel by kernel.
+        half_bins: float32 [layers, KV heads, head_dim], how far coding may have moved V that came
+            from storage in few bits; None if none does.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Fusor:
     ) -> None:
         self.layers = layers
         self.graphs = graphs
+        self.half_bins: torch.Tensor | None = None
         self._memory = memory
         self._runner = runner
         self._modules = decoder_layers(runner)
@@ -235,6 +238,7 @@ class Fusor:
             kernel=self._kernel,
             before_layer=None if following is None else following.wait,
             follow_rows=row_follower(self._runner),
+            half_bins=self.half_bins,
         )
 
     def _plan(self, batch: ForwardBatch, steps: Sequence[StepPlan | None]) -> HostPlan:
@@ -266,6 +270,7 @@ class Fusor:
             sin=sin,
             priorities=None if plan.priorities is None else plan.priorities.tensor,
             decided=None if plan.decided is None else plan.decided.tensor,
+            rounded=None if plan.rounded is None else plan.rounded.tensor,
         )
 
     def _start_copies(

@@ -151,6 +151,8 @@ class HostPlan:
             that matters for none.
         decided: float32 [candidates], NaN for rows that go on whatever their priority is, else 0;
             None if there are none.
+        rounded: float32 [candidates], 1 for rows whose stored KV came in few bits, else 0; None if
+            there are none.
         early: What leaves before the first layer; None if nothing does.
         late: By layer what leaves there.
         last: What is left for the last layer; None if it is a layer like all others.
@@ -167,6 +169,7 @@ class HostPlan:
     places: Staged | None
     unknown: Staged | None
     decided: Staged | None
+    rounded: Staged | None
     early: Reduction | None
     late: dict[int, Reduction]
     last: LastRows | None

@@ -39,6 +39,7 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
         source: Where the KV of the stored path lies.
         place: Where it is remembered how much each token deviated in other contexts (the first one's
             place in the DeviationMemory); None if it is not.
+        is_rounded: Whether its KV came from storage in few bits.
     """
 
     start: int
@@ -46,6 +47,7 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
     source_start: int
     source: KVSource
     place: int | None = None
+    is_rounded: bool = False
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -69,7 +71,8 @@ class ReusedSpan(msgspec.Struct, eq=False, gc=False):
             return None
         gone = start - self.start
         place = None if self.place is None else self.place + gone
-        return ReusedSpan(start, stop, self.source_start + gone, self.source, place)
+        source_start = self.source_start + gone
+        return ReusedSpan(start, stop, source_start, self.source, place, self.is_rounded)
 
 
 @dataclass(frozen=True, slots=True)

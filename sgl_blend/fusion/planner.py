@@ -83,6 +83,9 @@ class Planner:
             places=self._places(blended),
             unknown=unknown,
             decided=decided,
+            rounded=self._stage_marks(
+                [np.full(len(span), span.is_rounded, dtype=np.float32) for span in spans]
+            ),
             early=early,
             late=late,
             last=self._last(left, self._batch.wanted) if early is not None or late else None,

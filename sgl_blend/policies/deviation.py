@@ -15,10 +15,12 @@ _HYBRID_FIRST = 8
 
 
 def v_deviation(view: LayerView) -> torch.Tensor:
-    """Measure the squared distance of the stored V; it carries no position."""
+    """Measure the squared distance of the stored V, as far as coding does not explain it."""
     from sgl_blend.kernels.kv_deviation import in_units, kv_deviation_at
 
-    found = kv_deviation_at(view.v, view.rows, view.v_pool, view.stored_slots)
+    found = kv_deviation_at(
+        view.v, view.rows, view.v_pool, view.stored_slots, rounding=view.v_rounding
+    )
     return in_units(found, view.v_scale)
 
 

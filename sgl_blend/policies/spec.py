@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from sgl_blend.kernels.rounding import Rounding
+
 _GRADUAL_FIRST = 1.5
 """A gradual policy begins with this multiple of its ratio and ends as far below it."""
 
@@ -52,6 +54,7 @@ class LayerView:
         scale: Factor on attention logits of q with keys in k_pool.
         k_scale: What stored keys, and k, are multiplied by to be in the model's units.
         v_scale: Likewise for values.
+        v_rounding: How far coding may have moved the stored values; None if they are exact.
     """
 
     q: torch.Tensor
@@ -68,6 +71,7 @@ class LayerView:
     scale: float
     k_scale: float = 1.0
     v_scale: float = 1.0
+    v_rounding: Rounding | None = None
 
 
 Score = Callable[[LayerView], "torch.Tensor"]

@@ -24,6 +24,7 @@ from sgl_blend.fusion.rotation import Rotation
 from sgl_blend.kernels.delta_rope import LayerPools, copy_rotated_layers
 from sgl_blend.kernels.kv_deviation import kv_deviation_at
 from sgl_blend.kernels.ragged_attention import RaggedKernel
+from sgl_blend.kernels.rounding import Rounding
 from sgl_blend.kernels.row_compaction import compact_rows
 from sgl_blend.kernels.segmented_topk import Segments, select_rows
 from sgl_blend.kernels.upload import to_device
@@ -55,6 +56,8 @@ def warm_up(
     kernel: RaggedKernel,
     rotation: Rotation,
     most_requests: int,
+    *,
+    rounds: bool = False,
 ) -> None:
     """Launch every operation of a blended forward in all its variants.
 
@@ -65,6 +68,7 @@ def warm_up(
         kernel: Attends for scattered rows.
         rotation: The model's.
         most_requests: That one forward may hold.
+        rounds: Whether stored KV may come in few bits.
     """
     started = time.perf_counter()
     dtype, heads = model_dtype(runner), query_heads(layer_module)
@@ -89,6 +93,12 @@ def warm_up(
         kv_deviation_at(fresh.v, first, pools.v[0], first)
         kv_deviation_at(fresh.k, first, pools.k[0], first, (cos, sin, rotation.neox))
     kv_deviation_at(pools.v[0], first, pools.v[0], first)  # of a probe
+    if rounds:
+        share = torch.zeros(1, device=device)
+        compact_rows(first, [share] * 3)
+        rounding = Rounding(share, torch.zeros(pools.v[0].shape[1:], device=device))
+        for fresh in _fresh(pools, heads, _REQUEST_ROWS, dtype):
+            kv_deviation_at(fresh.v, first, pools.v[0], first, rounding=rounding)
     if pools.k[0].dtype != dtype:  # fresh keys are read there
         kv_deviation_at(pools.k[0], first, pools.k[0], first, (cos, sin, rotation.neox))
     for count in _counts(most_requests):

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from threading import Lock
 
+import torch
+
 from sgl_blend.storage.codec import fast
 from sgl_blend.storage.codec.coder import Coder, PageCoder, Rotation
 from sgl_blend.storage.codec.collector import Collector
-from sgl_blend.storage.codec.levels import CodecProfile
+from sgl_blend.storage.codec.levels import LEVELS, CodecProfile, Transform
+from sgl_blend.storage.codec.quantiser import make_unit_code
 from sgl_blend.storage.codec.streams import StoreSpeed
 from sgl_blend.storage.container import PageFormat
 from sgl_blend.storage.frames import ITEM_BYTES
@@ -79,6 +82,24 @@ class StoredLevels:
                     coder = Coder(self._profile, level, form, self._rotation)
                 self._coders[level, form] = coder
         return coder
+
+    def half_bins(self) -> torch.Tensor | None:
+        """Return how far rounding moves V at least, at whatever level it came.
+
+        Returns:
+            float32 [layers, KV heads, head_dim], half a bin of the finest level that is not lossless;
+            None if there is none.
+        """
+        coded = [name for name in self.names if name in LEVELS]
+        profile = self._profile
+        if profile is None or profile.is_blank or not coded:
+            return None
+        level = LEVELS[coded[0]]
+        codes = [
+            make_unit_code(profile, level, 2 * layer + 1, Transform.DIRECT, slice(None))
+            for layer in range(profile.layers)
+        ]
+        return torch.stack([code.step / 2 for code in codes])
 
     def share_of(self, level: str, dtype: str) -> float:
         """Return what a level takes of the bytes of KV, by the pages that were seen."""
