@@ -76,7 +76,7 @@ def test_a_preset_with_a_name_fills_in_what_was_not_given() -> None:
     assert (filled.blend_build_prefix, filled.blend_on_miss) == ("none", "build")
     assert filled.blend_min_chunk_tokens == BlendConfig().blend_min_chunk_tokens == 32
     assert BlendConfig.resolve(given).blend_min_chunk_tokens == 1
-    with pytest.raises(ConfigError, match="blend_preset blocks: No such file"):
+    with pytest.raises(ConfigError, match="blend_preset blocks: there is no such file"):
         BlendConfig.resolve({**given, "blend_preset": "blocks"})
 
 

@@ -75,7 +75,7 @@ def _blend(driver: Driver, policy: str) -> tuple[list[Answer], list[list[int]]]:
     driver.settle()
     driver.flush()
     question = random_tokens(99, 12)
-    params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.3}
+    params = {"sgl_blend_policy": policy, "sgl_blend_ratio": 0.25}
     driver.ask(rag_prompt(SYSTEM, CHUNKS, question))
     driver.settle()
     driver.rows.clear()  # type: ignore[attr-defined]
