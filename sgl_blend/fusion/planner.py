@@ -83,9 +83,7 @@ class Planner:
             places=self._places(blended),
             unknown=unknown,
             decided=decided,
-            rounded=self._stage_marks(
-                [np.full(len(span), span.is_rounded, dtype=np.float32) for span in spans]
-            ),
+            rounded=self._rounded(spans),
             early=early,
             late=late,
             last=self._last(left, self._batch.wanted) if early is not None or late else None,
@@ -245,6 +243,12 @@ class Planner:
             decides = trusts and step.decides_early
             decided.append(np.where(decides & known, np.nan, 0).astype(np.float32))
         return self._stage_marks(unknown), self._stage_marks(decided)
+
+    def _rounded(self, spans: Sequence[ReusedSpan]) -> Staged | None:
+        if not any(span.is_rounded for span in spans):
+            return None
+        marks = np.array([span.is_rounded for span in spans], dtype=np.float32)
+        return self._stage(np.repeat(marks, [len(span) for span in spans]))
 
     def _stage_marks(self, marks: list[NDArray[np.float32]]) -> Staged | None:
         if not any(part.any() for part in marks):

@@ -87,14 +87,13 @@ class StoredLevels:
         """Return how far rounding moves V at least, at whatever level it came.
 
         Returns:
-            float32 [layers, KV heads, head_dim], half a bin of the finest level that is not lossless;
-            None if there is none.
+            float32 [layers, KV heads, head_dim], half a bin of the finest level; None if that is
+            lossless.
         """
-        coded = [name for name in self.names if name in LEVELS]
-        profile = self._profile
-        if profile is None or profile.is_blank or not coded:
+        profile, finest = self._profile, self.names[0]
+        if profile is None or profile.is_blank or finest == LOSSLESS:
             return None
-        level = LEVELS[coded[0]]
+        level = LEVELS[finest]
         codes = [
             make_unit_code(profile, level, 2 * layer + 1, Transform.DIRECT, slice(None))
             for layer in range(profile.layers)
