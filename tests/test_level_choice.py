@@ -6,11 +6,15 @@ import time
 from array import array
 from collections.abc import Sequence
 
+import torch
+from codec_cases import profile_of
+
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.request_state import Ahead, RequestState
 from sgl_blend.storage.codec.stored_levels import StoredLevels
+from sgl_blend.storage.container import PageFormat
 from sgl_blend.tuning.loading import ModelTimes
 
 TOKEN_BYTES, LAYERS, CHECK = 1000, 10, 2
@@ -101,3 +105,18 @@ def test_text_where_computing_is_faster() -> None:
     # Computing a chunk takes ten layers of 100 rows, 0.1 s; the coarsest takes 0.01 MB.
     assert _choose(2000.0, 0.1, 1e6) == "q4"
     assert _choose(2000.0, 0.1, 0.9e5) is None
+
+
+def test_half_a_bin_is_of_the_finest_level_and_nothing_beside_lossless() -> None:
+    form = PageFormat("float32", 3, 16, 2, 8)
+    made = profile_of(form)
+
+    def half_bins(*names: str) -> torch.Tensor | None:
+        return StoredLevels(names, made, None).half_bins()
+
+    assert half_bins("lossless", "q4") is None
+    fine, coarse = half_bins("q8", "q4-2.0"), half_bins("q4-2.0")
+    assert fine is not None
+    assert coarse is not None
+    assert fine.shape == coarse.shape == (3, 2, 8)
+    torch.testing.assert_close(24 * fine, coarse)  # bins of 1/12 and of 2 standard deviations
