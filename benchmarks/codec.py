@@ -5,15 +5,17 @@
 For each committed model: scales, transforms and distributions come from chunks of development prompts.
 Then held-out prompts are asked with their chunks in a store of files, lossless and at each level, and
 come back from there. Sizes are of whole objects, headers included, on the held-out half of the pages,
-with pages of 16 and of 64 tokens. Beside them stands what ideal arithmetic coding takes by each
-channel's own distribution, and what both transforms take.
+with pages of 16 and of 64 tokens. Beside them stands what CacheGen's own arithmetic coding takes (by
+constriction), what an ideal one would take by each channel's distribution, and what both transforms
+take.
 
 Each part is written as it ends, beside those that the file holds already: the time of one core wants a
 quiet machine, accuracy wants hours of any. `--models` without a name measures the shape alone, and
 `--no-shape` the models alone.
 
 For the shape of an 8B model there are no weights here. Gaussian KV stands in, with a scale and a mean
-for each channel. On it the codec's size is compared with the ideal, and one core is timed.
+for each channel. On it the codec's size is compared with the ideal, and one core is timed, with
+arithmetic coding, too.
 
 Exit status 1 if no level within 0.01 of accuracy is 4.8 times smaller than 8 bit at pages of 64, and
 4.3 times at 16; or if the 8B shape takes more than 1.15 of the ideal; or if one core encodes less than
@@ -23,12 +25,13 @@ Exit status 1 if no level within 0.01 of accuracy is 4.8 times smaller than 8 bi
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,6 +55,7 @@ from sgl_blend.storage.codec.levels import (
     LEVELS,
     PROFILE_VERSION,
     CodecProfile,
+    Entropy,
     LevelFigures,
     Transform,
     write_profile,
@@ -62,6 +66,7 @@ from sgl_blend.storage.codec.statistics import (
     count_bins,
     ideal_bits,
     measure_scales,
+    probabilities,
 )
 from sgl_blend.storage.container import PageFormat, PageLabel
 
@@ -143,9 +148,11 @@ def _measure_model(
             templates=templates,
         )
         profile, figures = measure(plan, pages)
+        _, arithmetic = measure(dataclasses.replace(plan, entropy="arithmetic"), pages)
         sizes[page_size] = {
             level: {
                 "bits": figure.bits_per_element,
+                "arithmetic_bits": arithmetic[level].bits_per_element,
                 "ideal_bits": ideal_of(profile, level, figure, pages),
                 "clipped": figure.clipped,
                 "differences": figure.transforms.count(Transform.ANCHORS) / len(profile.units),
@@ -243,12 +250,31 @@ def measure_shape() -> dict[str, Any]:
         figure = LevelFigures([0] * len(profile.units), 0.0, 0.0, 0.0, 0.0)
         made = msgspec.structs.replace(profile, levels={level: figure})
         bits, _ = measure_size(made, level, pages[1::2])
+        arithmetic = _with_arithmetic(made, level, units)
         found[level] = {
             "bits": bits,
             "ideal_bits": ideal_of(made, level, figure, pages),
             "mb_per_s": time_level(made, level, pages[0]),
+            "arithmetic": {
+                "bits": measure_size(arithmetic, level, pages[1:4:2])[0],
+                "mb_per_s": time_level(arithmetic, level, pages[0]),
+            },
         }
     return found
+
+
+def _with_arithmetic(
+    profile: CodecProfile, level: str, units: Sequence[Sequence[torch.Tensor]]
+) -> CodecProfile:
+    """Return a profile of one direct level with the distributions of units, [unit][page]."""
+    tables = []
+    for index, unit in enumerate(units):
+        code = make_unit_code(profile, LEVELS[level], index, Transform.DIRECT, slice(None))
+        tables.append(probabilities(count_bins(code, unit)[0]))
+    figures = msgspec.structs.replace(profile.levels[level], probabilities=b"".join(tables))
+    return msgspec.structs.replace(
+        profile, entropy=int(Entropy.ARITHMETIC), levels={level: figures}
+    )
 
 
 def time_level(profile: CodecProfile, level: str, page: CollectedPage) -> dict[str, float]:
@@ -264,7 +290,8 @@ def time_level(profile: CodecProfile, level: str, page: CollectedPage) -> dict[s
     seconds = {"encode": _best(lambda: pack_coded(octets.data, label, coder, 320))}
     with patch.object(fast, "is_available", lambda: False):
         seconds["decode"] = _best(lambda: unpack_coded(data, label, coder))
-    if fast.is_available() and LEVELS[level].bits == 4:
+    is_zstd = profile.entropy == Entropy.ZSTD
+    if fast.is_available() and LEVELS[level].bits == 4 and is_zstd:
         seconds["decode, numba"] = _best(lambda: unpack_coded(data, label, coder))
     return {name: SHAPE.page_bytes / 1e6 / value for name, value in seconds.items()}
 

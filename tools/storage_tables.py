@@ -82,6 +82,7 @@ def codec_models() -> str:
                     f"`{level}`",
                     *(f"{8 / page['bits']:.2f}x" for page in (small, large)),
                     f"{large['bits'] / large['ideal_bits']:.2f}",
+                    f"{large['bits'] / large['arithmetic_bits']:.2f}",
                     f"{ways['anchors'] / ways['direct']:.2f}",
                 )
             )
@@ -90,14 +91,15 @@ def codec_models() -> str:
         "level",
         "smaller than 8 bit, pages of 16",
         "pages of 64",
-        "of ideal arithmetic coding",
+        "of the ideal",
+        "of arithmetic coding",
         "differences / direct",
     )
     return (
         circumstances(origin, "benchmarks/codec.py")
         + f"Of {by_time[-1]['prompts']} held-out prompts for each model:\n\n"
         + table(("model", "level", "accuracy", "lost", "KL"), costs)
-        + "\nThe last two columns are at pages of 64:\n\n"
+        + "\nThe last three columns are at pages of 64:\n\n"
         + table(smaller, sizes)
     )
 
