@@ -9,13 +9,12 @@ with pages of 16 and of 64 tokens. Beside them stands what CacheGen's own arithm
 constriction), what an ideal one would take by each channel's distribution, and what both transforms
 take.
 
-Each part is written as it ends, beside those that the file holds already: the time of one core wants a
-quiet machine, accuracy wants hours of any. `--models` without a name measures the shape alone, and
-`--no-shape` the models alone.
+Each part (--parts) is written as it ends, beside those that the file holds already: the time of one
+core wants a quiet machine, accuracy wants hours of any.
 
 For the shape of an 8B model there are no weights here. Gaussian KV stands in, with a scale and a mean
-for each channel. On it the codec's size is compared with the ideal, and one core is timed, with
-arithmetic coding, too.
+for each channel. On it the codec's size is compared with the ideal, and one core is timed ("shape").
+"entropy" compares zstd with arithmetic coding on the same pages, one after the other.
 
 Exit status 1 if no level within 0.01 of accuracy is 4.8 times smaller than 8 bit at pages of 64, and
 4.3 times at 16; or if the 8B shape takes more than 1.15 of the ideal; or if one core encodes less than
@@ -30,72 +29,38 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import msgspec
-import torch
 
+from benchmarks.codec_shape import MAX_LOSS, ideal_of, measure_entropy, measure_shape
 from examples.tinyrag.evaluate import FINAL_SEED, MODELS
 from examples.tinyrag.held_out import write_items
 from examples.tinyrag.world import make_held_out
 from sgl_blend.commands.codec.coded_engine import EngineSettings
-from sgl_blend.commands.codec.profile import LevelRun, Plan, collect_pages, measure, measure_size
+from sgl_blend.commands.codec.profile import LevelRun, Plan, collect_pages, measure
 from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.commands.evaluation.converters import read_items
 from sgl_blend.commands.evaluation.prompts import find_templates, load_encoder, make_prompt
-from sgl_blend.storage.codec import fast
-from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
-from sgl_blend.storage.codec.coder import Coder, Rotation
 from sgl_blend.storage.codec.collector import CollectedPage
 from sgl_blend.storage.codec.levels import (
     LEVELS,
-    PROFILE_VERSION,
     CodecProfile,
-    Entropy,
-    LevelFigures,
     Transform,
     write_profile,
 )
-from sgl_blend.storage.codec.quantiser import make_unit_code, turn
 from sgl_blend.storage.codec.statistics import (
     choose_transform,
-    count_bins,
-    ideal_bits,
-    measure_scales,
-    probabilities,
 )
-from sgl_blend.storage.container import PageFormat, PageLabel
 
 ROOT = Path(__file__).parents[1]
 DEVELOPMENT_SEED = 7
 PAGE_SIZES = (16, 64)
-SHAPE = PageFormat("bfloat16", 8, 64, 8, 128)
-"""Eight of the layers of Llama 3.1 8B."""
-MAX_LOSS = 0.01
 BARS = {16: 4.3, 64: 4.8}
 IDEAL_BAR = 1.15
 SPEED_BARS = {"encode": 300.0, "decode": 600.0, "decode, numba": 2000.0}
-REPEATS = 15
-
-
-def ideal_of(
-    profile: CodecProfile, level: str, figures: LevelFigures, pages: list[CollectedPage]
-) -> float:
-    """Return the bits per element of ideal arithmetic coding, anchors at 8 bits."""
-    learned, held_out = pages[::2], pages[1::2]
-    bits = elements = 0.0
-    for index, transform in enumerate(figures.transforms):
-        code = make_unit_code(profile, LEVELS[level], index, Transform(transform), slice(None))
-        trained, _ = count_bins(code, [page.units[index] for page in learned])
-        counts, _ = count_bins(code, [page.units[index] for page in held_out])
-        anchors = sum(code.num_anchor_bytes(len(page.units[index])) for page in held_out)
-        bits += ideal_bits(counts, trained) + 8 * anchors
-        elements += sum(page.units[index].numel() for page in held_out)
-    return bits / elements
+PARTS = ("shape", "entropy", "models")
 
 
 def transforms_of(
@@ -201,112 +166,6 @@ def _ignore(what: str, answered: int) -> None:
     """Watch nothing."""
 
 
-# --- an 8B model's shape ------------------------------------------------------------------------
-
-
-def _table(positions: int, dim: int) -> torch.Tensor:
-    rates = 1 / 500_000 ** (torch.arange(0, dim, 2) / dim)
-    angles = torch.arange(positions)[:, None] * rates
-    return torch.cat([angles.cos(), angles.sin()], -1)
-
-
-def made_up_pages(count: int) -> list[CollectedPage]:
-    """Return Gaussian pages whose channels differ in scale and mean."""
-    draw = torch.Generator().manual_seed(0)
-    _, layers, tokens, heads, dim = SHAPE.shape
-    shape = (2 * layers, 1, heads, dim)
-    sigma = torch.exp(0.3 * torch.randn(shape, generator=draw))
-    mean = torch.randn(shape, generator=draw)
-    return [
-        CollectedPage(
-            "0" * 32,
-            SHAPE.dtype,
-            torch.randn(2 * layers, tokens, heads, dim, generator=draw) * sigma + mean,
-        )
-        for _ in range(count)
-    ]
-
-
-def measure_shape() -> dict[str, Any]:
-    """Compare sizes with the ideal, and time one core."""
-    torch.set_num_threads(1)
-    pages = made_up_pages(16)
-    units = [[page.units[index] for page in pages[::2]] for index in range(2 * SHAPE.layers)]
-    profile = CodecProfile(
-        PROFILE_VERSION,
-        pages[0].weights,
-        SHAPE.layers,
-        SHAPE.heads,
-        SHAPE.dim,
-        "Gaussian",
-        len(pages),
-        MAX_LOSS,
-        0,
-        [measure_scales(unit) for unit in units],
-        {},
-    )
-    found = {}
-    for level in LEVELS:
-        figure = LevelFigures([0] * len(profile.units), 0.0, 0.0, 0.0, 0.0)
-        made = msgspec.structs.replace(profile, levels={level: figure})
-        bits, _ = measure_size(made, level, pages[1::2])
-        arithmetic = _with_arithmetic(made, level, units)
-        found[level] = {
-            "bits": bits,
-            "ideal_bits": ideal_of(made, level, figure, pages),
-            "mb_per_s": time_level(made, level, pages[0]),
-            "arithmetic": {
-                "bits": measure_size(arithmetic, level, pages[1:4:2])[0],
-                "mb_per_s": time_level(arithmetic, level, pages[0]),
-            },
-        }
-    return found
-
-
-def _with_arithmetic(
-    profile: CodecProfile, level: str, units: Sequence[Sequence[torch.Tensor]]
-) -> CodecProfile:
-    """Return a profile of one direct level with the distributions of units, [unit][page]."""
-    tables = []
-    for index, unit in enumerate(units):
-        code = make_unit_code(profile, LEVELS[level], index, Transform.DIRECT, slice(None))
-        tables.append(probabilities(count_bins(code, unit)[0]))
-    figures = msgspec.structs.replace(profile.levels[level], probabilities=b"".join(tables))
-    return msgspec.structs.replace(
-        profile, entropy=int(Entropy.ARITHMETIC), levels={level: figures}
-    )
-
-
-def time_level(profile: CodecProfile, level: str, page: CollectedPage) -> dict[str, float]:
-    """Return MB of bfloat16 KV a second, on one core, whole objects made and read."""
-    rotation = Rotation(_table(1024, SHAPE.dim), neox=True)
-    coder = Coder(profile, level, SHAPE, rotation)
-    values = page.units.view(SHAPE.layers, 2, *page.units.shape[1:]).transpose(0, 1).clone()
-    cos, sin = rotation.tables(320, SHAPE.tokens)
-    values[0] = turn(values[0], cos, sin, neox=True)
-    octets = values.bfloat16().reshape(-1).view(torch.uint8).numpy()
-    label = PageLabel("sgb2-0", SHAPE, profile.weights, "0", level, profile.digest())
-    data, _ = pack_coded(octets.data, label, coder, 320)
-    seconds = {"encode": _best(lambda: pack_coded(octets.data, label, coder, 320))}
-    with patch.object(fast, "is_available", lambda: False):
-        seconds["decode"] = _best(lambda: unpack_coded(data, label, coder))
-    is_zstd = profile.entropy == Entropy.ZSTD
-    if fast.is_available() and LEVELS[level].bits == 4 and is_zstd:
-        seconds["decode, numba"] = _best(lambda: unpack_coded(data, label, coder))
-    return {name: SHAPE.page_bytes / 1e6 / value for name, value in seconds.items()}
-
-
-def _best(job: Callable[[], object]) -> float:
-    """Return the least seconds of many: other work on the machine only adds."""
-    job()
-    times = []
-    for _ in range(REPEATS):
-        begun = time.perf_counter()
-        job()
-        times.append(time.perf_counter() - begun)
-    return min(times)
-
-
 def check(found: dict[str, Any]) -> list[str]:
     """Return sentences about bars that are missed."""
     missed = []
@@ -330,7 +189,7 @@ def check(found: dict[str, Any]) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="*", choices=sorted(MODELS), default=sorted(MODELS))
-    parser.add_argument("--no-shape", action="store_true", help="leave the 8B shape out")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument(
         "--development", type=int, default=150, help="prompts that profiles rest on"
     )
@@ -343,9 +202,10 @@ def main() -> int:
     origin = origin_of_script()
     found |= origin
     args.json.parent.mkdir(exist_ok=True, parents=True)
-    if not args.no_shape:
-        found |= {"shape": measure_shape(), "shape_origin": origin}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    for part, measure_part in (("shape", measure_shape), ("entropy", measure_entropy)):
+        if part in args.parts:
+            found |= {part: measure_part(), f"{part}_origin": origin}
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
     for level, row in found.get("shape", {}).items():
         speeds = ", ".join(f"{what} {speed:.0f} MB/s" for what, speed in row["mb_per_s"].items())
         print(
@@ -353,7 +213,10 @@ def main() -> int:
             f"ideal; {speeds}",
             flush=True,
         )
-    for name in args.models:
+    for level, row in found.get("entropy", {}).items():
+        ways = (f"{way} {told['bits']:.2f} bits, {told['mb_per_s']}" for way, told in row.items())
+        print(f"8B shape {level}: {'; '.join(ways)}", flush=True)
+    for name in args.models if "models" in args.parts else ():
         print(name, flush=True)
         model = measure_model(MODELS[name], args.development, args.count)
         found["models"][name] = {"origin": origin, **model}

@@ -297,13 +297,10 @@ def codec() -> str:
     for level, row in found["shape"].items():
         speeds = row["mb_per_s"]
         told = [f"{speeds[w]:,.0f}" if w in speeds else "" for w in CODEC_SPEEDS]
-        slow = row["arithmetic"]
-        told += [f"{slow['bits']:.2f}", *(f"{slow['mb_per_s'][w]:,.1f}" for w in CODEC_SPEEDS[:2])]
         rows.append(
             (f"`{level}`", f"{row['bits']:.2f}", f"{row['bits'] / row['ideal_bits']:.2f}", *told)
         )
-    arithmetic = ("arithmetic coding, bits", "its encode", "its decode")
-    header = ("level", "bits a value", "of the ideal", *CODEC_SPEEDS, *arithmetic)
+    header = ("level", "bits a value", "of the ideal", *CODEC_SPEEDS)
     return circumstances(found["shape_origin"], "benchmarks/codec.py") + table(header, rows)
 
 

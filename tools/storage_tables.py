@@ -104,6 +104,30 @@ def codec_models() -> str:
     )
 
 
+def codec_entropy() -> str:
+    """Return what arithmetic coding takes beside zstd, in the shape of an 8B model."""
+    found = load("codec.json")
+    rows = []
+    for level, ways in found["entropy"].items():
+        zstd, arithmetic = ways["zstd"], ways["arithmetic"]
+        fastest = max(speed for what, speed in zstd["mb_per_s"].items() if what != "encode")
+        slow = arithmetic["mb_per_s"]
+        rows.append(
+            (
+                f"`{level}`",
+                *(f"{way['bits']:.2f}" for way in (zstd, arithmetic)),
+                f"{zstd['bits'] / arithmetic['bits']:.2f}",
+                f"{zstd['mb_per_s']['encode'] / slow['encode']:.0f}x",
+                f"{fastest / slow['decode']:.0f}x",
+            )
+        )
+    header = (
+        *("level", "zstd, bits a value", "arithmetic coding", "zstd / arithmetic"),
+        *("zstd encodes as fast", "and decodes"),
+    )
+    return circumstances(found["entropy_origin"], "benchmarks/codec.py") + table(header, rows)
+
+
 def coded_score() -> str:
     """Return what it is worth that deviation is measured against KV as coding left it."""
     found = load("coded-score.json")
@@ -161,6 +185,7 @@ def _ms(seconds: float) -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "tiers": tiers,
     "tiers-levels": tiers_levels,
+    "codec-entropy": codec_entropy,
     "codec-models": codec_models,
     "coded-score": coded_score,
     "streaming": streaming,
