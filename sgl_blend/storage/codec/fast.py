@@ -9,16 +9,38 @@ from __future__ import annotations
 import functools
 import logging
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from sgl_blend.storage.codec.levels import LEVELS, Transform
+from sgl_blend.storage.codec.levels import LEVELS, Floats, Transform
 from sgl_blend.storage.codec.quantiser import UnitCode
 
 logger = logging.getLogger(__name__)
 
 Turn = tuple[torch.Tensor, torch.Tensor]
+
+
+class Tables(NamedTuple):
+    """What bins of neighbouring units of one kind stand for: bin * step + base.
+
+    Attributes:
+        step: float32 [units, heads, dim].
+        base: float32, the same shape.
+    """
+
+    step: Floats
+    base: Floats
+
+
+def tables_of(code: UnitCode, units: slice) -> Tables:
+    """Return the tables of some of the units whose codes are stacked."""
+    # Loops over other strides than those of whole arrays are many times slower.
+    step, base = (
+        np.ascontiguousarray(table[units].flatten(0, 1).numpy()) for table in (code.step, code.base)
+    )
+    return Tables(step, base)
 
 
 @functools.cache
@@ -55,28 +77,26 @@ def warm_up() -> None:
         out = torch.empty(1, 1, 1, 2, dtype=dtype)
         packed = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
         for turn in (None, (still, still)):
-            decode(packed, code, turn, out)
+            decode(packed, tables_of(code, slice(None)), turn, out)
 
 
-def decode(packed: torch.Tensor, code: UnitCode, turn: Turn | None, out: torch.Tensor) -> None:
+def decode(packed: torch.Tensor, tables: Tables, turn: Turn | None, out: torch.Tensor) -> None:
     """Decode neighbouring units of one kind.
 
     Args:
         packed: uint8 [units, tokens, heads, dim / 2].
-        code: Of the units, stacked.
-        turn: cos and sin, float32 [tokens, dim / 2]; None for V.
+        tables: Of the units.
+        turn: cos and sin, float32 [tokens, dim / 2], contiguous; None for V.
         out: bfloat16 or float32 [units, tokens, heads, dim]; filled.
     """
-    if not len(out):
+    if not out.shape[0]:
         return
     from sgl_blend.storage.codec import fast_kernels as kernels
 
-    # Loops over other strides than those of whole arrays are many times slower.
-    tables = [table.reshape(len(out), *out.shape[2:]).numpy() for table in (code.step, code.base)]
-    arrays = [packed.contiguous().numpy(), *map(np.ascontiguousarray, tables)]
-    arrays += [] if turn is None else [part.contiguous().numpy() for part in turn]
+    arrays = [packed.contiguous().numpy(), *tables]
+    arrays += [] if turn is None else [part.numpy() for part in turn]
     if out.dtype == torch.bfloat16:
-        bits = out.view(torch.int16).numpy().view(np.uint16)
+        bits = out.view(torch.uint16).numpy()
         (kernels.values_to_bfloat16 if turn is None else kernels.keys_to_bfloat16)(*arrays, bits)
     else:
         (kernels.values_to_float32 if turn is None else kernels.keys_to_float32)(

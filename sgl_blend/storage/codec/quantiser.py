@@ -67,13 +67,6 @@ class UnitCode:
             return 0
         return num_anchors(tokens) * self.step.numel()
 
-    def part(self, units: slice) -> UnitCode:
-        """Return the code of some units of several that are stacked."""
-        tables = (self.step, self.base, self.mean, self.low, self.anchor_step)
-        return UnitCode(
-            self.transform, self.level, *(table[units].contiguous() for table in tables)
-        )
-
 
 def num_anchors(tokens: int) -> int:
     """Return how many of so many tokens are anchors."""
@@ -216,7 +209,8 @@ def _is_other(tokens: int) -> torch.Tensor:
 def _bins(scaled: torch.Tensor, most: int) -> tuple[torch.Tensor, int]:
     rounded = scaled.round_()
     kept = rounded.clamp(-most, most)
-    clipped = int((kept != rounded).sum())
+    # Whole numbers: each clipped value is at least 1 away. Comparing them takes twice as long.
+    clipped = int((rounded - kept).abs_().clamp_(max=1).sum())
     return kept.add_(most).to(torch.uint8), clipped
 
 
