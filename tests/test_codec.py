@@ -157,6 +157,20 @@ def test_a_value_that_is_no_number_is_kept_bit_for_bit() -> None:
     assert unpack_coded(data, label, coder) == bytearray(bits.tobytes())
 
 
+@pytest.mark.parametrize("bits_of_one", [0x7FC1, 0x7F80, 0xFF80], ids=["NaN", "inf", "-inf"])
+def test_one_value_without_a_bin_keeps_its_frame_lossless(bits_of_one: int) -> None:
+    coder, profile = coder_of(FORM, "q4")
+    page, _ = page_at(FORM, rotation(FORM), POSITION, 5)
+    label = label_of(FORM, profile, "q4")
+    bits = np.frombuffer(page, "<u2").copy()
+    bits[5] = bits_of_one
+    data, clipped = pack_coded(bits.tobytes(), label, coder, POSITION)
+    made = unpack_coded(data, label, coder)
+    assert isinstance(made, bytearray)
+    assert np.frombuffer(made, "<u2")[5] == bits_of_one
+    assert clipped == 0
+
+
 def test_clipped_values_are_counted() -> None:
     coder, profile = coder_of(EXACT, "q4")
     _, values = page_at(EXACT, rotation(EXACT), 0, 5)
