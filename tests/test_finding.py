@@ -246,6 +246,26 @@ def test_tenants_learn_and_find_apart(start_engine: StartEngine) -> None:
     assert own >= len(DOCUMENTS[0])
 
 
+def _text_of_another(driver: Driver) -> tuple[int, int, int]:
+    """Let one tenant store a document and another send it: starts before and after, tokens found."""
+    begin(driver)
+    for seed in (1, 2, 3):
+        ask(driver, unmarked(0, seed=seed, salt="a"))
+    before = driver.runtime.finder.describe()["starts"]
+    ask(driver, unmarked(0, seed=4, salt="b"))
+    after = driver.runtime.finder.describe()["starts"]
+    return before, after, ask(driver, unmarked(0, seed=5, salt="a")).report["found_tokens"]
+
+
+def test_a_tenant_neither_probes_nor_discards_the_starts_of_another(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(blend_find="learned", blend_learn_share=1.0)
+    before, after, found = engine.call(_text_of_another)
+    assert after == before > 0, "a vain search of a tenant discarded the start of another"
+    assert found >= len(DOCUMENTS[0])
+
+
 def _next_turn(driver: Driver) -> tuple[dict[str, Any], dict[str, Any], Answer, Answer]:
     """Blend one turn of a conversation, and ask for the next, in which nothing is found."""
     begin(driver)
