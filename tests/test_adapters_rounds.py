@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
+from finding_prompts import unmarked
 from harness import Driver, Prompt, largest_difference, rag_prompt, random_tokens
 from law_prompts import CHUNKS, QUESTION, SYSTEM, full_prefill
 from sparse_path import TOLERANCE
 from test_adapters import _reload, adapters, ids_of, make_adapter, start
-from test_finding import unmarked
 
 __all__ = ["adapters", "model_folder", "start_engine"]  # fixtures
 

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from engines import StartEngine, model_folder, start_engine
+from finding_prompts import DOCUMENTS, HEAD, TOLERANCE, ask, begin, in_full, marked, unmarked
 from harness import Answer, Driver, Prompt, largest_difference, rag_prompt, random_tokens
 
 from sgl_blend.metrics import FINDING_COUNTERS, FINDING_GAUGES
@@ -15,41 +16,6 @@ from sgl_blend.metrics import FINDING_COUNTERS, FINDING_GAUGES
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
-
-DOCUMENTS = [random_tokens(700 + number, 100 + 30 * number) for number in range(4)]
-TOLERANCE = 2e-4
-
-
-def unmarked(*numbers: int, seed: int = 1, **rest: Any) -> Prompt:
-    """Documents between texts that no other prompt has."""
-    segments = [random_tokens(10_000 * seed + 1, 20)]
-    for place, number in enumerate(numbers):
-        segments += [DOCUMENTS[number], random_tokens(10_000 * seed + place + 2, 9)]
-    return Prompt(segments, **rest)
-
-
-def marked(driver: Driver, *numbers: int, **rest: Any) -> Prompt:
-    """Return the same documents marked, and built after BOS as those without marks are."""
-    bos = driver.runtime.intake._bos_token_id
-    return rag_prompt(
-        [bos], [DOCUMENTS[number] for number in numbers], random_tokens(9, 20), **rest
-    )
-
-
-def begin(driver: Driver) -> None:
-    driver.settle()
-    driver.flush()
-
-
-def ask(driver: Driver, prompt: Prompt) -> Answer:
-    (answer,) = driver.ask(prompt)
-    driver.settle()
-    return answer
-
-
-def in_full(driver: Driver, prompt: Prompt) -> Answer:
-    params = {"sgl_blend": False}
-    return ask(driver, Prompt(prompt.segments, params=params, salt="full"))
 
 
 def _find_marked(driver: Driver) -> tuple[Answer, Answer, Answer]:
@@ -83,9 +49,6 @@ def test_what_is_marked_is_not_found_again(start_engine: StartEngine) -> None:
     report = start_engine(blend_find="known").call(_what_marks_leave)
     assert report["found_tokens"] == 0
     assert report["chunk_hits"] == 3
-
-
-HEAD = random_tokens(690, 30)
 
 
 def _after_a_head(driver: Driver) -> dict[str, Any]:
@@ -206,64 +169,6 @@ def test_l4_learned_and_marked_kv_are_bit_equal(start_engine: StartEngine) -> No
     assert learned[0][0].shape == built[0][0].shape
     for layer, other in zip(learned, built, strict=True):
         assert all(x.equal(y) for x, y in zip(layer, other, strict=True))
-
-
-def _hijack(driver: Driver) -> tuple[Answer, Answer, int]:
-    """Let hostile text stand before a document until it is learned with it; then ask without it."""
-    begin(driver)
-    hostile = random_tokens(666, 120)
-    victim = unmarked(1, seed=9, params={"sgl_blend_ratio": 0.0})
-    for seed in (1, 2, 3):
-        segments = [random_tokens(seed, 20), hostile + DOCUMENTS[1], random_tokens(50 + seed, 12)]
-        ask(driver, Prompt(segments))
-    found = ask(driver, victim)
-    full = in_full(driver, victim)
-    return found, full, found.report["reused_tokens"]
-
-
-def test_no_piece_begins_in_the_middle_of_a_chunk(start_engine: StartEngine) -> None:
-    """HijackKV: the KV of the document has seen what stood before it, and is never used without."""
-    engine = start_engine(blend_find="learned", blend_learn_share=1.0)
-    found, full, reused = engine.call(_hijack)
-    assert reused == 0
-    assert largest_difference(found.logprobs[0], full.logprobs[0]) <= TOLERANCE
-
-
-def _two_tenants(driver: Driver) -> tuple[list[int], int]:
-    begin(driver)
-    for seed in (1, 2):
-        ask(driver, unmarked(0, seed=seed, salt="a"))
-    others = [
-        ask(driver, unmarked(0, seed=seed, salt="b")).report["found_tokens"] for seed in (3, 4)
-    ]
-    return others, ask(driver, unmarked(0, seed=5, salt="a")).report["found_tokens"]
-
-
-def test_tenants_learn_and_find_apart(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_find="learned", blend_learn_share=1.0)
-    others, own = engine.call(_two_tenants)
-    assert others == [0, 0], "the first sight of one tenant is no second sight of another"
-    assert own >= len(DOCUMENTS[0])
-
-
-def _text_of_another(driver: Driver) -> tuple[int, int, int]:
-    """Let one tenant store a document and another send it: starts before and after, tokens found."""
-    begin(driver)
-    for seed in (1, 2, 3):
-        ask(driver, unmarked(0, seed=seed, salt="a"))
-    before = driver.runtime.finder.describe()["starts"]
-    ask(driver, unmarked(0, seed=4, salt="b"))
-    after = driver.runtime.finder.describe()["starts"]
-    return before, after, ask(driver, unmarked(0, seed=5, salt="a")).report["found_tokens"]
-
-
-def test_a_tenant_neither_probes_nor_discards_the_starts_of_another(
-    start_engine: StartEngine,
-) -> None:
-    engine = start_engine(blend_find="learned", blend_learn_share=1.0)
-    before, after, found = engine.call(_text_of_another)
-    assert after == before > 0, "a vain search of a tenant discarded the start of another"
-    assert found >= len(DOCUMENTS[0])
 
 
 def _next_turn(driver: Driver) -> tuple[dict[str, Any], dict[str, Any], Answer, Answer]:
