@@ -190,7 +190,7 @@ def test_storage_is_asked_where_the_formulas_say(start_engine: StartEngine) -> N
 
 def _speeds(driver: Driver) -> tuple[dict[str, float], dict[str, int]]:
     controller = driver.runtime.admission._host._controller
-    assert 0 < controller._times.step_s < 0.1, "measured at start, too"
+    assert controller._times.step_s > 0, "measured at start, too"
     for _ in range(5):
         controller.host_loaded(10**9, 10.0)
     return controller.describe(), driver.runtime.describe()["pool"]
