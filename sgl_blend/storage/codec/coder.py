@@ -244,5 +244,5 @@ def _frames_of(sizes: Sequence[int]) -> list[int]:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Tell whether no value is NaN or infinite; torch.isfinite takes 15 times as long."""
+    """Tell whether no value is NaN or infinite, in one pass; NaN spreads to both bounds."""
     return all(math.isfinite(bound) for bound in torch.aminmax(values))

@@ -209,7 +209,7 @@ def _is_other(tokens: int) -> torch.Tensor:
 def _bins(scaled: torch.Tensor, most: int) -> tuple[torch.Tensor, int]:
     rounded = scaled.round_()
     kept = rounded.clamp(-most, most)
-    # Whole numbers: each clipped value is at least 1 away. Comparing them takes twice as long.
+    # Whole numbers: each clipped value is at least 1 away. Comparing them would be slower.
     clipped = int((rounded - kept).abs_().clamp_(max=1).sum())
     return kept.add_(most).to(torch.uint8), clipped
 
