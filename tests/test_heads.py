@@ -95,6 +95,20 @@ def test_where_fewer_than_a_quarter_part_there_is_no_head() -> None:
         assert heads.of("a", join(beginning, text(100 + number, 100))) == 0
 
 
+def test_a_quarter_that_parts_there_is_enough() -> None:
+    heads = Heads(BORDERS)
+    popular = text(6, 80)
+    # Of 32 recent prompts 7 or 8 are popular ones, and nothing else begins like another.
+    found = [
+        heads.of(
+            "a", join(popular if number % 4 == 3 else text(2_000 + number, 80), text(number, 100))
+        )
+        for number in range(64)
+    ]
+    assert set(found[35::4]) == {80}
+    assert sum(found[32:]) == 8 * 80
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_head_has_at_least_four_tokens(size: int) -> None:
     heads = Heads(BORDERS)

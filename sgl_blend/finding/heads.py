@@ -155,7 +155,10 @@ class Heads:
     def _commonest(self, known: _Tenant, beginning: Tokens) -> int:
         """Return where enough recent prompts part from this one, 0 if they do nowhere."""
         partings = known.partings(beginning)
-        if not len(partings):
+        partings = partings[partings >= _LEAST_TOKENS]
+        num_recent = min(known.num_recent + 1, _RECENT)  # this prompt too
+        enough = max(_FEWEST, num_recent // _SHARE)
+        if len(partings) < enough:
             return 0
         strengths = self._borders.before(beginning)
         ends = np.flatnonzero(strengths >= Border.LINE)
@@ -166,8 +169,7 @@ class Heads:
         if not counts:
             return 0
         place, count = max(counts.items(), key=lambda item: (item[1], -item[0]))
-        num_recent = min(known.num_recent + 1, _RECENT)  # this prompt too
-        return int(place) if count >= max(_FEWEST, num_recent // _SHARE) else 0
+        return int(place) if count >= enough else 0
 
 
 def _before_headers(ends: NDArray[np.intp], strengths: Strengths) -> NDArray[np.intp]:
