@@ -3,7 +3,8 @@
 SGLang's scheduler with a model of random weights answers prompts of six chunks, stepped by hand in a
 process of its own. The chunks are in files alone, at every level, and files are read at the rate of a
 trace. In turns each prompt is served with every fixed level and with the one that adapts to the
-deadline (sgl_blend_slo_ms); all see the same piece of the trace.
+deadline (sgl_blend_slo_ms); all see the same piece of the trace. The adaptive level learns how fast the
+store is from its own prompts alone.
 
     steps      40 MB/s, and 4 MB/s for one second of three
     walk       a random walk between 2 and 200 MB/s
@@ -31,7 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -47,7 +48,7 @@ from sgl_blend.commands.codec.profile import Plan, measure
 from sgl_blend.commands.common.records import origin_of_script
 from sgl_blend.storage.codec.collector import CollectedPage, read_collected
 from sgl_blend.storage.codec.levels import LEVELS, blank_profile, write_profile
-from sgl_blend.storage.codec.streams import RequestStream
+from sgl_blend.storage.codec.streams import RequestStream, StoreSpeed
 from sgl_blend.storage.level_names import LOSSLESS
 
 ROOT = Path(__file__).parents[1]
@@ -172,19 +173,66 @@ def store(driver: Driver) -> float:
     return statistics.median(times)
 
 
+class _StoppedClock:
+    """Seconds that go by only while the adaptive level is served, which knows nothing of the others."""
+
+    def __init__(self) -> None:
+        self._gone = 0.0
+        self._since: float | None = None
+
+    def __call__(self) -> float:
+        return self._gone + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._gone, self._since = self(), None
+
+
+@contextmanager
+def _untold() -> Iterator[None]:
+    """Let nobody learn how fast the store is."""
+    with patch.multiple(StoreSpeed, heard=_nothing, gave_up=_nothing, decoded=_nothing):
+        yield
+
+
+def _nothing(*_: object) -> None:
+    """Take what is told, and forget it."""
+
+
+def begin(driver: Driver) -> None:
+    """Forget how fast the store is, and give it a clock that stops."""
+    _speed_of(driver).__init__(_StoppedClock())
+
+
+def _speed_of(driver: Driver) -> Any:
+    """Return the StoreSpeed of a server that stores chunks at levels."""
+    levels = driver.runtime._levels
+    assert levels is not None
+    return levels.levels.speed
+
+
 def serve(
-    driver: Driver, row: str, trace: Trace, moments: Sequence[float], slo_s: float, first: int
-) -> list[tuple[float, list[str]]]:
-    """Serve one prompt at each moment of a trace, chunks from the store alone."""
-    throttle, found = Throttle(trace), []
-    choose = RequestStream.choose if row == ADAPTIVE else _always(row)
-    with patch.object(RequestStream, "choose", choose):
-        for index, moment in enumerate(moments):
-            driver.settle()
-            driver.flush()
+    driver: Driver, rows: Sequence[str], trace: Trace, moment: float, slo_s: float, first: int
+) -> dict[str, tuple[float, list[str]]]:
+    """Serve one prompt with each row at one moment of a trace, chunks from the store alone."""
+    throttle, found = Throttle(trace), {}
+    clock = _speed_of(driver)._clock
+    for index, row in enumerate(rows):
+        driver.settle()
+        driver.flush()
+        with ExitStack() as stack:
+            if row == ADAPTIVE:
+                stack.enter_context(clock.running())
+            else:
+                stack.enter_context(_untold())
+                stack.enter_context(patch.object(RequestStream, "choose", _always(row)))
             throttle.begin(moment)
-            with throttled(throttle):
-                found.append(ask(driver, first + index, 1000 * slo_s))
+            stack.enter_context(throttled(throttle))
+            found[row] = ask(driver, first + index, 1000 * slo_s)
     return found
 
 
@@ -247,6 +295,7 @@ def run(prompts: int) -> dict[str, Any]:
             engine.call(Driver.use_all_cores)
             least_s = engine.call(store)
             print(f"without a trace: {least_s:.3f} s", flush=True)
+            engine.call(begin)
             number = 100
             for trace_name, trace in traces().items():
                 moments = [
@@ -254,11 +303,15 @@ def run(prompts: int) -> dict[str, Any]:
                 ]
                 for allowance in ALLOWANCES_S:
                     slo_s = least_s + allowance
-                    case = {}
-                    for row in rows:
-                        served = engine.call(serve, row, trace, moments, slo_s, number)
-                        number += len(moments)
-                        case[row] = _figures(served, slo_s)
+                    served: dict[str, list[tuple[float, list[str]]]] = {row: [] for row in rows}
+                    for index, moment in enumerate(moments):
+                        # Each row is the first one as often as the others.
+                        turn = [*rows[index % len(rows) :], *rows[: index % len(rows)]]
+                        came = engine.call(serve, turn, trace, moment, slo_s, number)
+                        number += len(rows)
+                        for row in rows:
+                            served[row].append(came[row])
+                    case = {row: _figures(each, slo_s) for row, each in served.items()}
                     found[f"{trace_name}, {allowance:g} s"] = {"slo_s": slo_s, "rows": case}
                     told = ", ".join(f"{r} {c['violations']:.0%}" for r, c in case.items())
                     print(f"{trace_name}, {allowance:g} s: {told}", flush=True)

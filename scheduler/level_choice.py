@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import deque
 from collections.abc import Collection
@@ -17,14 +16,15 @@ from sgl_blend.tuning.loading import ModelTimes, Step, step_seconds
 _ON_DEVICE = LinkSpeed(latency_s=1e-6, bytes_per_s=1e15)
 """Nothing is loaded in the step whose time is asked for."""
 _WINDOW = 5
-"""Prefills whose median tells how much longer they take than the formulas say."""
+"""Prefills of which the second slowest tells how much longer they take than the formulas say."""
 
 
 class LevelChoice:
     """Says until when a request's chunks must be there; owned by the scheduler thread.
 
     The formulas know neither attention nor who else is served. So the time from the last chunk to the
-    first token is measured, and tells by which factor the formulas are too short.
+    first token is measured, and tells by which factor the formulas are too short. Half of all prefills
+    take longer than the median, so it is the second slowest of the last ones that time is left for.
 
     Args:
         levels: At which chunks are stored.
@@ -73,7 +73,7 @@ class LevelChoice:
         return self._seconds(kv_bytes // self.token_bytes, 0, 0.0)
 
     def _seconds(self, num_computed: int, num_reused: int, ratio: float) -> float:
-        factor = statistics.median(self._factors) if self._factors else 1.0
+        factor = min(sorted(self._factors)[-2:], default=1.0)
         return factor * self._formula(num_computed, num_reused, ratio)
 
     def _formula(self, num_computed: int, num_reused: int, ratio: float) -> float:

@@ -81,6 +81,12 @@ def test_a_prefill_that_takes_longer_leaves_less_time() -> None:
     assert _choose(1000.0, 0.340, 1e6, slower=[2.0, 2.0, 100.0]) == "q4"
 
 
+def test_time_is_left_for_a_slow_prefill_but_not_for_the_slowest() -> None:
+    for slower in ([100.0, 1.0, 1.0, 2.0, 1.0], [2.0, 100.0], [2.0]):
+        assert _choose(1000.0, 0.350, 1e6, slower=slower) == "lossless", slower
+        assert _choose(1000.0, 0.340, 1e6, slower=slower) == "q4", slower
+
+
 def test_what_waited_for_nothing_teaches_nothing() -> None:
     choice = LevelChoice(StoredLevels(("lossless",), None, None), TIMES, TOKEN_BYTES)
     state = _prefilled(2.0)
