@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from sgl_blend.engine.tree import TOKEN_BYTES
 from sgl_blend.finding.cover import Candidates, cover, most_walks
 from sgl_blend.finding.fingerprints import WINDOW, Fingerprints, WindowHash
 from sgl_blend.finding.heads import Heads
@@ -237,10 +238,11 @@ class _Walks:
     ) -> None:
         self._store = store
         self._home = home
-        self._tokens = tokens
+        self._bytes = tokens.tobytes()
         self._starts: list[int] = starts.tolist()  # lists, because each is asked for alone
         self._stops: list[int] = np.minimum(starts + lengths, len(tokens)).tolist()
         self._asks_storage = asks_storage
+        self._texts: dict[int, bytes] = {}
         self._known: dict[bytes, int] = {}
         self.vain: list[int] = []
 
@@ -259,7 +261,13 @@ class _Walks:
         return length
 
     def _text(self, number: int) -> bytes:
-        return self._tokens[self._starts[number] : self._stops[number]].tobytes()
+        text = self._texts.get(number)
+        if text is None:
+            text = self._bytes[
+                TOKEN_BYTES * self._starts[number] : TOKEN_BYTES * self._stops[number]
+            ]
+            self._texts[number] = text
+        return text
 
     def _look(self, texts: Iterable[bytes]) -> None:
         keys = [msgspec.structs.replace(self._home, tokens=text) for text in texts]

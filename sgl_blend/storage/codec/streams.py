@@ -4,8 +4,9 @@ CacheGen §5.3: for each chunk the finest level that is there in time, at the th
 chunk. If none is, the chunk's text is computed where that is faster, else the coarsest level comes.
 
 A chunk that has been begun cannot change its level any more. So a level above the coarsest must also be
-in time if the store becomes as slow, from now on, as it was in any second of the last minute, and all
-that comes after this chunk is the coarsest.
+in time if everything takes a quarter longer than expected. And it must be in time if the store becomes
+as slow, from now on, as it was in any second of the last minute, and all that comes after this chunk is
+the coarsest.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ _WORST_OF_S = 60.0
 """How far back the slowest second counts."""
 _LEAST_BUSY_S = 0.05
 """A link that was busy for less in a second tells about its jitter."""
+_MARGIN = 1.25
+"""How much longer a load may take than expected. A deadline that is missed is worse than a coarser level."""
 _DECODE_S_PER_BYTE = 1 / 600e6
 """Of KV, until a page of the level is decoded: what one core does at least (benchmarks/codec.py)."""
 
@@ -163,9 +166,11 @@ class RequestStream:
         coarsest, least = shares[-1]
         rest_s = self._speed.seconds(coarsest, least, left - kv_bytes, at_worst=True)
         for level, share in shares:
-            worst_s = self._speed.seconds(level, share, kv_bytes, at_worst=True) + rest_s
-            is_safe = level == coarsest or worst_s <= remaining_s
-            if is_safe and self._speed.seconds(level, share, left) <= remaining_s:
+            load_s = self._speed.seconds(level, share, left)
+            if level != coarsest:
+                worst_s = self._speed.seconds(level, share, kv_bytes, at_worst=True) + rest_s
+                load_s = max(_MARGIN * load_s, worst_s)
+            if load_s <= remaining_s:
                 return level
         level, share = coarsest, least
         load_s = self._speed.seconds(level, share, kv_bytes)
