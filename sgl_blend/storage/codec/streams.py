@@ -25,7 +25,7 @@ _WORST_OF_S = 60.0
 _LEAST_BUSY_S = 0.05
 """A link that was busy for less in a second tells about its jitter."""
 _MARGIN = 1.25
-"""How much longer a load may take than expected. A deadline that is missed is worse than a coarser level."""
+"""How much longer than expected a load at a level above the coarsest may take, and still be in time."""
 _DECODE_S_PER_BYTE = 1 / 600e6
 """Of KV, until a page of the level is decoded: what one core does at least (benchmarks/codec.py)."""
 
