@@ -24,7 +24,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(1, len(names), sharey=True)
     for axis, name in zip(axes, names, strict=True):
         mine = {label: case for label, case in cases.items() if label.startswith(f"{name},")}
-        slos = [1000 * case["slo_s"] for case in mine.values()]
+        slos = [1000 * case["allowance_s"] for case in mine.values()]
         begun: dict[float, list[str]] = {}
         for row in rows:
             shares = [100 * case["rows"][row]["violations"] for case in mine.values()]
@@ -49,7 +49,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
                 fontsize=7,
             )
         axis.set_title(name, loc="left")
-        axis.set(xlabel="deadline, ms", ylim=(-3, 103))
+        axis.set(xlabel="deadline beyond the least, ms", ylim=(-3, 103))
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("first tokens after the deadline, %")
     path.parent.mkdir(parents=True, exist_ok=True)
