@@ -99,6 +99,16 @@ class Arrival:
         if keys is None:
             self.next_keys = ()
 
+    def drop(self, tree: Tree, now_s: float) -> None:
+        """Give everything up before an order is carried out; the request waited until now.
+
+        How long its prefill takes after that says nothing: the order comes between.
+        """
+        if self.is_awaited and self.since_s is not None:
+            self.state.load_s += now_s - self.since_s
+        self.is_awaited = False
+        self.give_up(tree)
+
 
 def exact_head(key: ChunkKey, tokens: array[int]) -> int:
     """Return how many tokens of a prompt have exact KV if the first chunk's path is loaded.

@@ -160,7 +160,7 @@ class Pieces:
     def _what_was_done(self, piece: _Piece) -> Ahead:
         stop, state = len(prompt_ids(piece.req)), state_of(piece.req)
         if state is not None:
-            return Ahead(stop, state.report, state.hit_starts, state.missing)
+            return Ahead(piece.start, stop, state.report, state.hit_starts, state.missing)
         return Ahead.computed(piece.start, stop, self._num_layers)
 
     def offer(self, now: Round) -> bool:
@@ -190,6 +190,8 @@ class Pieces:
         for rid, piece in list(self._offered.items()):
             if piece.req is req:  # one that was retracted and came back is in flight already
                 self._in_flight[rid] = self._offered.pop(rid)
+        for piece in self._in_flight.values():
+            if piece.req is req:
                 piece.start, _ = step_range(req)
         return verdict
 

@@ -30,12 +30,14 @@ class Ahead:
     """What was done for the first tokens of a prompt before the request was admitted.
 
     Attributes:
+        start: Where what was done begins: the tokens before it were there already.
         stop: Where they end.
         report: What was done.
         hit_starts: Where reused chunks stand in the prompt.
         missing: Chunks that were not stored.
     """
 
+    start: int
     stop: int
     report: BlendReport
     hit_starts: frozenset[int] = frozenset()
@@ -53,7 +55,7 @@ class Ahead:
             computed_tokens=rows,
             layer_rows=rows * num_layers,
         )
-        return cls(stop, report)
+        return cls(start, stop, report)
 
 
 @dataclass(slots=True)
@@ -311,13 +313,17 @@ class RequestState:
         self.told.update(report.for_client())
 
     def _count_ahead(self, start: int) -> None:
-        """Count what pieces of the prompt have done: SGLang takes all of it for a cached prefix."""
+        """Count what pieces of the prompt have done: SGLang takes all of it for a cached prefix.
+
+        What was evicted and done again counts once.
+        """
         report, done, self.ahead = self.report, self.ahead, []
         starts, missing = set(self.hit_starts), set(self.missing)
-        for piece in done:
-            if piece.stop > start:
+        begin = start
+        for piece in reversed(done):
+            if piece.stop > begin:
                 continue  # evicted again
-            other = piece.report
+            begin, other = piece.start, piece.report
             computed = other.recomputed_tokens + other.computed_tokens
             report.prefix_tokens -= other.reused_tokens + computed
             report.reused_tokens += other.reused_tokens

@@ -95,6 +95,7 @@ class StorageTier:
         self._tree = tree
         self._lookups = lookups
         self._arrivals: dict[str, Arrival] = {}
+        self._seen_s = 0.0
         self._serial = 0
         self._is_named = False
         self._old_writes: frozenset[int] = frozenset()
@@ -150,6 +151,7 @@ class StorageTier:
                 self._controller.host_loaded(*load)
         if now_s is None or not self._arrivals:
             return
+        self._seen_s = now_s
         self._look()
         for rid, arrival in list(self._arrivals.items()):
             if arrival.since_s is None:
@@ -198,7 +200,7 @@ class StorageTier:
     def drop_all(self) -> None:
         """Give up whatever is on its way: an order is about to be carried out."""
         for arrival in self._arrivals.values():
-            arrival.give_up(self._tree)
+            arrival.drop(self._tree, self._seen_s)
         self._arrivals.clear()
 
     def weights_changed(self) -> None:
@@ -387,12 +389,7 @@ class StorageTier:
         self._serial += 1
         name = f"{rid_of(arrival.req)}#{self._serial}"
         prefetch = start_prefetch(
-            self._tree,
-            name,
-            path,
-            salt=salt,
-            extra_key=extra_key,
-            coded=coded,
+            self._tree, name, path, salt=salt, extra_key=extra_key, coded=coded
         )
         if prefetch is not None:
             arrival.coming[prefetch] = key

@@ -286,6 +286,6 @@ class _PrometheusCounters:
 
     def add(self, counts: dict[str, int], fallback: FallbackReason | None) -> None:
         for name, counter in self._counters.items():
-            counter.labels(**self._labels).inc(counts[name])
+            counter.labels(**self._labels).inc(max(0, counts[name]))  # a negative one would raise
         if fallback is not None:
             self._fallback.labels(**self._labels, reason=fallback.value).inc()

@@ -116,6 +116,21 @@ def test_what_the_scheduler_counts_appears_in_the_servers_metrics(tmp_path: Path
     assert value("sgl_blend:fallback_total", reason="disabled") is None
 
 
+_WRONG = """
+from sgl_blend.metrics import BlendMetrics
+from sgl_blend.report import BlendReport
+metrics = BlendMetrics(publish=True, labels={"model_name": "m"})
+metrics.add(BlendReport(prompt_tokens=100, prefix_tokens=-64, policy="hkvd", ratio=0.15))
+"""
+
+
+def test_a_wrong_count_does_not_end_the_scheduler(tmp_path: Path) -> None:
+    registry = _collected(_WRONG, tmp_path)
+    labels = {"model_name": "m"}
+    assert registry.get_sample_value("sgl_blend:prompt_tokens_total", labels) == 100
+    assert registry.get_sample_value("sgl_blend:prefix_tokens_total", labels) == 0
+
+
 _PUBLISH_CANARY = """
 import sys
 from sgl_blend.metrics import CanaryMetrics

@@ -199,7 +199,9 @@ def _new_weights(driver: Driver, req: Any) -> None:
     driver.runtime.storage.leave()
     driver.runtime.weights_changed()
     driver.run_until(req.finished)
-    assert driver.answer(req).report["reused_tokens"] == 0
+    report = driver.answer(req).report
+    assert report["reused_tokens"] == 0
+    assert report["load_ms"] > 0, "it waited before the weights came"
 
 
 def _push_out(driver: Driver, req: Any) -> None:
@@ -239,6 +241,39 @@ def test_a_piece_in_flight_leaves_nothing_behind(
 def test_a_piece_of_old_weights_is_not_used(start_engine: StartEngine) -> None:
     answer = start_engine(**settings()).call(_interrupt, "weights", _new_weights)
     assert answer.report["chunk_hits"] == 0
+
+
+def _lose_each_piece(driver: Driver, salt: str, from_host: bool) -> tuple[dict[str, Any], int]:
+    """Let what was prefilled ahead be evicted after each piece, which the next one does again."""
+    tree, pieces = driver.scheduler.tree_cache, driver.runtime.storage._pieces
+    capacity = driver.runtime.describe()["pool"]["capacity"]
+    with slow_reads(READ_S), _all_is_loaded():
+        _store(driver, salt)
+        before = seen = pieces.num_run
+        req = driver.submit(_prompt(salt))
+        while not req.finished():
+            driver.step()
+            if pieces.num_run > seen and not pieces.is_running:
+                seen = pieces.num_run
+                tree.evict(EvictParams(num_tokens=capacity))
+                if from_host:
+                    tree.evict_host(10**6)
+    report = driver.answer(req).report
+    driver.settle()
+    return report, seen - before
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("from_host", [True, False])
+def test_what_was_evicted_and_done_again_counts_once(
+    start_engine: StartEngine, from_host: bool, overlap: bool
+) -> None:
+    engine = start_engine(**settings(disable_overlap_schedule=not overlap))
+    report, num_run = engine.call(_lose_each_piece, f"lost {from_host} {overlap}", from_host)
+    assert num_run >= 2
+    assert _tokens_of(report) == report["prompt_tokens"]
+    assert report["prefix_tokens"] >= 0
+    assert report["layer_rows"] <= LAYERS * report["prompt_tokens"]
 
 
 def _come_too_early(driver: Driver, salt: str) -> tuple[bool, bool, Answer]:
