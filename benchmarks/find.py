@@ -247,14 +247,14 @@ def main() -> int:
     args = parser.parse_args()
     record = json.loads(args.json.read_text()) if args.json.exists() else {}
     for part in args.parts:
-        record |= origin_of_script()
         match part:
             case "streams":
-                record[part] = measure_streams(args.count)
+                record |= {**origin_of_script(), part: measure_streams(args.count)}
             case "lookup":
-                record[part] = measure_lookups(args.chunks, args.starts, args.prompts)
+                told = measure_lookups(args.chunks, args.starts, args.prompts)
+                record[part] = {**told, **origin_of_script()}
             case _:
-                record[part] = measure_ttft(args.pairs, args.rounds)
+                record[part] = {**measure_ttft(args.pairs, args.rounds), **origin_of_script()}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(record, indent=1) + "\n")
     if args.plot is not None and "streams" in record:
