@@ -82,9 +82,7 @@ def codec_models() -> str:
                     f"`{level}`",
                     *(f"{8 / page['bits']:.2f}x" for page in (small, large)),
                     f"{large['bits'] / large['ideal_bits']:.2f}",
-                    f"{large['bits'] / large['arithmetic_bits']:.2f}"
-                    if "arithmetic_bits" in large
-                    else "",
+                    f"{large['bits'] / large['arithmetic_bits']:.2f}",
                     f"{ways['anchors'] / ways['direct']:.2f}",
                 )
             )
