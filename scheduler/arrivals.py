@@ -106,7 +106,6 @@ class Arrival:
         """
         if self.is_awaited and self.since_s is not None:
             self.state.load_s += now_s - self.since_s
-        self.is_awaited = False
         self.give_up(tree)
 
 

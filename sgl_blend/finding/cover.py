@@ -87,13 +87,12 @@ def cover(
         ends = np.minimum(stops[first:last], hole.stop)
         worth = np.flatnonzero(ends - starts >= leasts[first:last])
         kept = worth[_thin_out(starts[worth], ends[worth], _STARTS_PER_WALK * budget, num_tokens)]
-        claims = starts[kept], ends[kept], leasts[first:last][kept]
-        if (claims[1][:-1] <= claims[0][1:]).all():
-            found, num_walks = _walk_each(claims, walk, budget)
+        begins, reaches = starts[kept], ends[kept]
+        claims = begins.tolist(), reaches.tolist(), leasts[first:last][kept].tolist()
+        if (reaches[:-1] <= begins[1:]).all():
+            found, num_walks = _walk_each(*claims, walk, budget)
         else:
-            starts_, ends_, leasts_ = (claim.tolist() for claim in claims)
-            plan = _Plan(starts_, ends_, leasts_, hole.stop)
-            found, num_walks = _follow(plan, hole.start, walk, budget)
+            found, num_walks = _follow(_Plan(*claims, hole.stop), hole.start, walk, budget)
         budget -= num_walks
         pieces += found
     return pieces
@@ -115,18 +114,20 @@ def _thin_out(
 
 
 def _walk_each(
-    claims: tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.uint32]], walk: Walk, budget: int
+    starts: list[int], ends: list[int], leasts: list[int], walk: Walk, budget: int
 ) -> tuple[list[Span], int]:
     """Return the pieces of chunks that do not overlap, and the walks: each of them is worth having.
 
     Args:
-        claims: Where the chunks begin, where they end, and tokens of the shortest piece of each.
+        starts: Ascending offsets.
+        ends: How far each reaches.
+        leasts: Tokens of the shortest piece that begins there.
         walk: As in cover().
         budget: The most walks.
     """
     pieces: list[Span] = []
-    chosen = list(zip(*(claim[:budget].tolist() for claim in claims), strict=True))
-    for start, end, least in chosen:
+    chosen = starts[:budget]
+    for start, end, least in zip(chosen, ends, leasts, strict=False):
         length = min(walk(start), end - start)
         if length >= least:
             pieces.append(Span(start, start + length))
