@@ -40,7 +40,12 @@ from sgl_blend.engine.requests import (
     step_range,
     tell_client,
 )
-from sgl_blend.engine.rounds import put_back_preempted, requests_of, settle_last_batch
+from sgl_blend.engine.rounds import (
+    drop_queued,
+    put_back_preempted,
+    requests_of,
+    settle_last_batch,
+)
 from sgl_blend.engine.tiers import finish_copies
 from sgl_blend.engine.tree import pool_use, unlock_node
 from sgl_blend.fusion.fusor import Fusor
@@ -322,8 +327,11 @@ class BlendRuntime:
 
         Called between rounds, before an order is carried out. SGLang does the same at the end of its
         next round and loses nothing if it finds it done. With the overlap schedule a client's request
-        that has just ended decodes once more. Copies to a host tier keep SGLang busy, too.
+        that has just ended decodes once more. Copies to a host tier keep SGLang busy, too. A step that
+        was retracted is not run again: it would write into a namespace of the weights that it began
+        with, and hold locks on a tree that is reset.
         """
+        drop_queued(scheduler, is_internal)
         if any(map(is_internal, settle_last_batch(scheduler, _is_over))):
             self.rounds.interrupt()
         self.rounds.collect()  # also of a step whose result was looked at in the round before

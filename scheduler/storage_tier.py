@@ -53,7 +53,7 @@ _PATIENCE = Patience(2.0, 2.0)
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
-_MOMENT_S = 5e-4
+_MOMENT_S = 1e-3
 """Short beside the read of a page, and long beside what a round without work takes."""
 
 

@@ -34,6 +34,7 @@ from sgl_blend.engine.hook_points import (
 from sgl_blend.engine.objects import (
     Aborted,
     Answers,
+    CacheController,
     Completions,
     HostPool,
     Received,
@@ -86,6 +87,7 @@ def register() -> None:
             "flush": hooks.around_flush_cache,
             "new weights": hooks.after_weight_update,
             "storage backend": _around_create_backend,
+            "attached storage": _after_attach_storage,
             "state": hooks.after_get_internal_state,
             "storing": hooks.around_insert,
             "eviction": hooks.around_evict,
@@ -263,6 +265,15 @@ def _around_create_backend(
         key=None if path is None else _read_key(path),
         unchecked=config.blend_store_unchecked,
     )
+
+
+def _after_attach_storage(
+    result: object, controller: CacheController, *args: Any, **kwargs: Any
+) -> None:
+    if BlendConfig.of(current_settings()).enable_blend:
+        from sgl_blend.engine.storage import use_host_pool
+
+        use_host_pool(controller)
 
 
 def _read_key(path: str) -> Any:

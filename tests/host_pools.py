@@ -152,13 +152,30 @@ def hashes(count: int = PAGES, tenant: str = "a") -> list[str]:
 
 
 def save(storage: Any, pool: Any, keys: list[str]) -> bool:
-    """Write the first pages of a pool, as SGLang's controller does for the file backend."""
+    """Write the first pages of a pool, as SGLang's controller does."""
+    return all(storage.batch_set_v1(keys, _slots(pool, keys)))
+
+
+def load(storage: Any, pool: Any, keys: list[str]) -> int:
+    """Read pages to the beginning of a pool, as SGLang's controller does."""
+    found = storage.batch_get_v1(keys, _slots(pool, keys))
+    count = next((i for i, there in enumerate(found) if not there), len(keys))
+    assert not any(found[count:])
+    return count
+
+
+def _slots(pool: Any, keys: list[str]) -> torch.Tensor:
+    return torch.arange(len(keys) * pool.page_size)
+
+
+def save_flat(storage: Any, pool: Any, keys: list[str]) -> bool:
+    """Write pages through SGLang's flat ones."""
     flat = [pool.get_data_page(torch.tensor(i * pool.page_size)) for i in range(len(keys))]
     return bool(storage.batch_set(keys, flat))
 
 
-def load(storage: Any, pool: Any, keys: list[str]) -> int:
-    """Read pages to the beginning of a pool, as SGLang's controller does for the file backend."""
+def load_flat(storage: Any, pool: Any, keys: list[str]) -> int:
+    """Read pages through SGLang's flat ones."""
     targets = [pool.get_dummy_flat_data_page() for _ in keys]
     found = storage.batch_get(keys, targets)
     count = next((i for i, page in enumerate(found) if page is None), len(keys))

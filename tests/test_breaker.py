@@ -180,6 +180,21 @@ def test_threads_that_come_back_are_used_again(hang: Callable[..., str]) -> None
     assert calls.num_threads == 2
 
 
+def test_calls_that_nobody_needs_any_more_are_not_taken_for_hung(hang: Callable[..., str]) -> None:
+    calls = _calls(threads=2, timeout_s=0.3)
+    for _ in range(2):
+        pending = calls.start(hang)
+        assert not isinstance(pending, CallFault)
+        while not pending.running:
+            time.sleep(0.001)
+        calls.drop(pending)
+    later = calls.start(lambda: 1)
+    assert not isinstance(later, CallFault), "they may end in a moment"
+    calls.drop(later)
+    time.sleep(0.35)
+    assert calls.start(lambda: 1) is CallFault.BUSY, "they are late"
+
+
 def test_what_is_still_in_the_queue_when_given_up_is_never_done(hang: Callable[..., str]) -> None:
     calls = _calls(threads=1, timeout_s=5, failures=100)
     event, done = threading.Event(), []

@@ -4,7 +4,6 @@ Every test ends in Driver.settle, where SGLang's strict memory check raises on a
 raises where anything of a shadow is streamed.
 """
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from canary_traffic import NEVER_TRIPS, begin, counted_since, counts_of, rag
 from eight_chunks import CHUNKS, QUESTION, SYSTEM
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, rag_prompt, random_tokens
+from retraction import retract
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
@@ -270,24 +270,11 @@ def _abort_a_shadow(driver: Driver) -> tuple[int, int]:
 
 
 def _retract_a_shadow(driver: Driver) -> tuple[int, int]:
-    from sglang.srt.managers.schedule_batch import retract_all
-
     before = begin(driver)
     batch, result = _launch_a_shadow(driver)
-    scheduler = driver.scheduler
-    wants_args = "server_args" in inspect.signature(retract_all).parameters  # 0.5.17
-    retract_all(
-        **({"server_args": scheduler.server_args} if wants_args else {}),
-        reqs=batch.reqs,
-        req_to_token_pool=scheduler.req_to_token_pool,
-        token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-        tree_cache=scheduler.tree_cache,
-        hisparse_coordinator=None,
-        offload_kv=False,
-    )
-    scheduler._add_request_to_queue(batch.reqs[0])
-    scheduler.process_batch_result(batch, result)
-    scheduler.last_batch = None
+    retract(driver, batch.reqs)
+    driver.scheduler.process_batch_result(batch, result)
+    driver.scheduler.last_batch = None
     return counted_since(driver, before)
 
 

@@ -19,9 +19,11 @@ from host_pools import (
     fill,
     hashes,
     load,
+    load_flat,
     make_host_pool,
     page_bits,
     save,
+    save_flat,
     storage_config,
 )
 
@@ -69,12 +71,14 @@ def test_both_ways_of_sglang_to_move_pages_meet(tmp_path: Path, layout: str) -> 
     source, target = make_host_pool(layout), make_host_pool(layout, seed=1)
     storage, keys = file_storage(tmp_path, source), hashes()
     slots = torch.arange(PAGES * source.page_size)
-    assert storage.batch_set_v1(keys[:4], slots[: 4 * source.page_size], None) == [True] * 4
-    assert save(storage, source, keys)
+    assert save(storage, source, keys[:4])
+    assert save_flat(storage, source, keys)
     reader = file_storage(tmp_path, target)
     order = slots.view(PAGES, -1).flip(0).flatten()  # pages come to lie elsewhere
     assert reader.batch_get_v1(keys, order, None) == [True] * PAGES
     assert _bits(target) == _bits(source)[::-1]
+    assert load_flat(reader, target, keys) == PAGES
+    assert _bits(target) == _bits(source)
 
 
 def test_single_pages_go_the_same_way(tmp_path: Path) -> None:

@@ -66,6 +66,28 @@ def test_chunks_come_back(
     assert built == 0, "what is stored was built again"
 
 
+def _fill_and_ask_without_flat_pages(driver: Driver, salt: str) -> Answer:
+    """Write and read pages where SGLang cannot make flat ones."""
+
+    def fail(*args: object) -> None:
+        raise AssertionError("a page was copied once more")
+
+    pool = type(driver.scheduler.tree_cache.cache_controller.storage_host_pool)
+    with (
+        patch.object(pool, "get_dummy_flat_data_page", fail),
+        patch.object(pool, "get_data_page", fail),
+        patch.object(pool, "set_from_flat_data_page", fail),
+    ):
+        fill(driver, salt)
+        return ask_for_stored(driver, salt)[0]
+
+
+def test_pages_move_straight_between_host_memory_and_files(start_engine: StartEngine) -> None:
+    back = start_engine(**settings()).call(_fill_and_ask_without_flat_pages, "straight")
+    assert back.report["chunk_hits"] == len(CHUNKS)
+    assert back.report["storage_tokens"] > 0
+
+
 def _ask_twice_and_push_out_chunks(driver: Driver, salt: str) -> tuple[Answer, int]:
     """Ask for a prompt that is still there itself, while its chunks are in storage alone."""
     fill(driver, salt)

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_blend.engine.adapters import abort_targets, failure_targets
 from sgl_blend.engine.prefetch import prefetch_targets, progress_targets, write_targets
+from sgl_blend.engine.storage import attach_targets
 from sgl_blend.engine.tree_branch import eviction_targets, insert_targets, reset_targets
 from sgl_blend.engine.versions import Features, check_version
 from sgl_blend.errors import UnsupportedError
@@ -59,6 +60,7 @@ def hook_points() -> dict[str, list[tuple[str, str]]]:
     }
     return {
         **{name: [point] for name, point in points.items()},
+        "attached storage": [(target, "after") for target in attach_targets()],
         "failed requests": [(target, "before") for target in failure_targets()],
         "aborted request": [(target, "before") for target in abort_targets()],
         "storing": [(target, "around") for target in insert_targets()],

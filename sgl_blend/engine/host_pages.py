@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.storage.container import PageFormat
 from sgl_blend.storage.frames import ITEM_BYTES
+
+_BITS = {2: torch.int16, 4: torch.int32}
 
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of SGLang's --hicache-mem-layout. A page of page_head mixes what ranks of other servers own."""
@@ -65,13 +68,24 @@ class HostPages:
 
     def read(self, slot: int) -> memoryview:
         """Return a copy of the page that begins at a slot."""
-        return self.canonical(self._pool.get_data_page(slot))
+        page = self._page_at(slot).clone(memory_format=torch.contiguous_format)
+        return page.view(-1).view(torch.uint8).numpy().data
 
     def write(self, slot: int, page: bytearray) -> None:
-        """Put a page where another began."""
-        flat = torch.empty(self.form.page_bytes, dtype=torch.uint8).view(self._pool.dtype)
-        self.fill(flat, page)
-        self._pool.set_from_flat_data_page(slot, flat)
+        """Put a page where another began; bits are kept, also those of NaN."""
+        held = self._page_at(slot).numpy()
+        # Not by torch: its threads would take the cores from those that decode the next pages.
+        held[...] = np.frombuffer(page, held.dtype).reshape(held.shape)
+
+    def _page_at(self, slot: int) -> torch.Tensor:
+        """View the bits of a page of the pool as integers: [K/V, layer, token, head, channel]."""
+        pool, tokens = self._pool, self.form.tokens
+        bits: torch.Tensor = pool.kv_buffer.view(_BITS[ITEM_BYTES[self.form.dtype]])
+        if pool.layout == "layer_first":
+            return bits[:, :, slot : slot + tokens]
+        if pool.layout == "page_first":
+            return bits[:, slot : slot + tokens].transpose(1, 2)
+        return bits[:, slot // tokens]
 
     def canonical(self, flat: torch.Tensor) -> memoryview:
         """Return the bytes of one of SGLang's flat pages, in our order."""

@@ -323,9 +323,17 @@ class StorageConfig(Protocol):
     tp_size: int
 
 
+class CacheController(Protocol):
+    """Moves KV between device, host and storage: SGLang's HiCacheController."""
+
+    storage_backend: Any
+    page_get_func: Callable[..., int]
+    page_set_func: Callable[..., bool]
+    _page_get_zero_copy: Callable[..., int]
+    _page_set_zero_copy: Callable[..., bool]
+
+
 class HostPool(Protocol):
     """KV in host memory: SGLang's HostKVCache."""
 
     kv_buffer: torch.Tensor
-    get_data_page: Callable[..., torch.Tensor]
-    set_from_flat_data_page: Callable[..., None]

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 Observer = Callable[[int, float], None]
 _READ_AHEAD = 2
+_SPARE_PAGES = _READ_AHEAD + 1  # one is with the caller
 _LOSSLESS_SHARE = 0.75  # until a page is seen
 _STEP = 0.25
 _MOST_SUSPECTS = 10_000
@@ -87,6 +88,7 @@ class PageObjects:
         self._calls = calls
         self._key = key
         self._suspects: dict[str, None] = {}
+        self._spare: deque[bytearray] = deque(maxlen=_SPARE_PAGES)
         self._lock = Lock()
 
     @property
@@ -112,7 +114,11 @@ class PageObjects:
         return found
 
     def read(self, labels: Sequence[PageLabel], stream: ChunkStream | None) -> Iterator[bytearray]:
-        """Yield pages until one is missing; SGLang uses none after it."""
+        """Yield pages until one is missing; SGLang uses none after it.
+
+        A page is good until the next one is asked for: its memory is used again. New memory for each
+        would cost as much as decoding.
+        """
         begun: deque[Pending[_Read]] = deque()
         began, refused = time.perf_counter(), CallFault.OPEN
         came: list[Page] = []
@@ -135,6 +141,7 @@ class PageObjects:
                 break
             came.append(page)
             yield page.data
+            self._spare.append(page.data)
         for pending in begun:
             self._calls.drop(pending)
         self._note_read(came, stream, time.perf_counter() - began)
@@ -149,16 +156,26 @@ class PageObjects:
         if data is None:
             return None
         fetched, size, levels = time.perf_counter(), len(data), self.levels
-        if label.level == LEVEL:
-            page = unpack(data, label, self._key)
-        elif levels is None:  # the weights are others now
+        if label.level != LEVEL and levels is None:  # the weights are others now
             return None
+        into = self._memory()
+        if label.level == LEVEL or levels is None:
+            page = unpack(data, label, self._key, into)
         else:
-            page = unpack_coded(data, label, levels.coder(label.level, label.format), self._key)
+            coder = levels.coder(label.level, label.format)
+            page = unpack_coded(data, label, coder, self._key, into)
         if isinstance(page, Fault):
+            self._spare.append(into)
             return page
         decode_s = time.perf_counter() - fetched
         return Page(page, label.level, size, (began, fetched), decode_s)
+
+    def _memory(self) -> bytearray:
+        """Return memory for a page that nobody else has."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return bytearray(self._form.page_bytes)
 
     def _note_missing(self, name: str, why: Fault | CallFault | None) -> None:
         if why is None:

@@ -52,6 +52,11 @@ def leave_queue(scheduler: Scheduler, req: Req) -> None:
     scheduler.waiting_queue = [other for other in scheduler.waiting_queue if other is not req]
 
 
+def drop_queued(scheduler: Scheduler, leaves: Callable[[Req], bool]) -> None:
+    """Take requests out of the waiting queue for whose end nobody waits."""
+    scheduler.waiting_queue = [other for other in scheduler.waiting_queue if not leaves(other)]
+
+
 def has_cut_request(scheduler: Scheduler) -> bool:
     """Tell whether a request is in the middle of a chunked prefill."""
     return scheduler.chunked_req is not None

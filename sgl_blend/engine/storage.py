@@ -15,7 +15,7 @@ from typing import Any
 
 from sgl_blend.engine.checked_pages import CheckedPages
 from sgl_blend.engine.host_pages import HostPages
-from sgl_blend.engine.objects import Tree
+from sgl_blend.engine.objects import CacheController, Tree
 from sgl_blend.engine.storage_backends import (
     FileStore,
     LateStore,
@@ -24,6 +24,7 @@ from sgl_blend.engine.storage_backends import (
     probe_mooncake,
 )
 from sgl_blend.engine.tiers import storage_keys_hold_namespaces
+from sgl_blend.engine.versions import targets_since_0_5_21
 from sgl_blend.errors import UnsupportedError
 from sgl_blend.storage.breaker import Breaker, GuardedCalls
 from sgl_blend.storage.codec.stored_levels import StoredLevels
@@ -97,6 +98,24 @@ def make_storage(
     )
     made.connect(backend)
     return made
+
+
+def attach_targets() -> list[str]:
+    """Return the method through which HiCache puts a backend behind host memory."""
+    return targets_since_0_5_21(
+        "sglang.srt.managers.cache_controller.HiCacheController.attach_storage_backend"
+    )
+
+
+def use_host_pool(controller: CacheController) -> None:
+    """Have checked pages move straight between host memory and storage.
+
+    SGLang does so for some backends by name. For the others it makes flat pages first, all of a batch
+    at once, and copies between them and host memory.
+    """
+    if isinstance(controller.storage_backend, CheckedPages):
+        controller.page_get_func = controller._page_get_zero_copy
+        controller.page_set_func = controller._page_set_zero_copy
 
 
 def weights_in_use(pool: Any) -> WeightsInUse:

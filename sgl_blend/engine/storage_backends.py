@@ -83,7 +83,7 @@ class FileStore:
     def read(self, name: str) -> ReadObject:
         """Return what a file holds."""
         try:
-            size = self._path(name).stat().st_size
+            size = os.stat(self._path(name)).st_size
         except FileNotFoundError:
             self._forget(name)
             return None
@@ -98,7 +98,7 @@ class FileStore:
 
     def remove(self, name: str) -> None:
         """Remove a file."""
-        self._path(name).unlink(missing_ok=True)
+        Path(self._path(name)).unlink(missing_ok=True)
         self._forget(name)
 
     def clear(self) -> None:
@@ -113,8 +113,8 @@ class FileStore:
     def close(self) -> None:
         """Nothing is open between calls."""
 
-    def _path(self, name: str) -> Path:
-        return Path(self._files.file_path, f"{self._files._get_suffixed_key(name)}.bin")
+    def _path(self, name: str) -> str:
+        return os.path.join(self._files.file_path, f"{self._files._get_suffixed_key(name)}.bin")
 
     def _forget(self, name: str) -> None:
         key = self._files._get_suffixed_key(name)

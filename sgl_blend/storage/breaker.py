@@ -148,7 +148,7 @@ class GuardedCalls:
         self._lock = Lock()
         self._num_threads = 0
         self._unfinished = 0  # queued or running
-        self._hung = 0  # of those, running and given up
+        self._given_up: set[Pending[Any]] = set()  # of those, running and given up
         self._closed = False
 
     @property
@@ -182,9 +182,12 @@ class GuardedCalls:
         if self._closed or not self._breaker.admits():
             return CallFault.OPEN
         wait_s = self._timeout_s if timeout_s is None else timeout_s
-        pending = Pending(job, time.monotonic() + wait_s)
+        now_s = time.monotonic()
+        pending = Pending(job, now_s + wait_s)
         with self._lock:
-            if self._hung >= self._most:
+            # One that nobody needs any more may be about to end; one that is late may hang.
+            late = sum(each.deadline <= now_s for each in self._given_up)
+            if late >= self._most:
                 self._breaker.failed()
                 return CallFault.BUSY
             if self._unfinished >= self._num_threads and self._num_threads < self._most:
@@ -221,7 +224,8 @@ class GuardedCalls:
         with self._lock:
             if not pending.done.is_set():
                 pending.given_up = True
-                self._hung += pending.running
+                if pending.running:
+                    self._given_up.add(pending)
 
     def _work(self) -> None:
         while (pending := self._queue.get()) is not None:
@@ -230,9 +234,8 @@ class GuardedCalls:
             outcome = _outcome(pending.job) if pending.running else CallFault.TIMEOUT
             with self._lock:
                 self._unfinished -= 1
-                if pending.given_up:
-                    self._hung -= pending.running
-                else:
+                self._given_up.discard(pending)
+                if not pending.given_up:
                     pending.outcome = outcome
                     pending.done.set()
             del pending, outcome  # a page must not wait in here for the next call

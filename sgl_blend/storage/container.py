@@ -168,13 +168,16 @@ def pack(page: Bytes, label: PageLabel, key: bytes | None = None) -> bytearray:
     return seal(with_header(header, parts), FORMAT_VERSION, label.name, key)
 
 
-def unpack(data: Bytes, label: PageLabel, key: bytes | None = None) -> bytearray | Fault:
+def unpack(
+    data: Bytes, label: PageLabel, key: bytes | None = None, into: bytearray | None = None
+) -> bytearray | Fault:
     """Read the page of an object, whatever its bytes are.
 
     Args:
         data: The object.
         label: What it must say about itself.
         key: As for pack. With a key, an object that is not encrypted is corrupt.
+        into: Memory of just a page, which is overwritten and returned; None takes new memory.
 
     Returns:
         The bytes of [K/V, layer, token, head, channel], or why there are none. No bytes of an object
@@ -194,7 +197,7 @@ def unpack(data: Bytes, label: PageLabel, key: bytes | None = None) -> bytearray
     header, rest = parts
     if not _is_of(header, label):
         return Fault.MISMATCH
-    return _join(header.frames, rest, label.format) or Fault.CORRUPT
+    return _join(header.frames, rest, label.format, into) or Fault.CORRUPT
 
 
 # --- what is inside: of this version ------------------------------------------------------------
@@ -236,14 +239,16 @@ def _is_of(header: _Header, label: PageLabel) -> bool:
     ) == (label.name, label.weights, label.rotary)
 
 
-def _join(frames: list[_Frame], data: memoryview, form: PageFormat) -> bytearray | None:
+def _join(
+    frames: list[_Frame], data: memoryview, form: PageFormat, into: bytearray | None
+) -> bytearray | None:
     """Return the page of these frames; None if they are not what its format asks for."""
     unit = form.unit_bytes
     if [(frame.units, frame.raw_size) for frame in frames] != [(n, n * unit) for n in form.frames]:
         return None
     if any(frame.size < 0 for frame in frames) or sum(f.size for f in frames) != len(data):
         return None
-    page = bytearray(form.page_bytes)
+    page = bytearray(form.page_bytes) if into is None else into
     halves = np.frombuffer(page, np.uint8).reshape(2, form.layers, unit)
     raw = np.empty((max(form.frames), unit), np.uint8)
     first = offset = 0

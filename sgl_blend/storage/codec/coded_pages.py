@@ -102,7 +102,11 @@ def pack_coded(
 
 
 def unpack_coded(
-    data: Bytes, label: PageLabel, coder: PageCoder, key: bytes | None = None
+    data: Bytes,
+    label: PageLabel,
+    coder: PageCoder,
+    key: bytes | None = None,
+    into: bytearray | None = None,
 ) -> bytearray | Fault:
     """Read the page of an object, whatever its bytes are.
 
@@ -111,6 +115,7 @@ def unpack_coded(
         label: What it must say about itself.
         coder: Of the label's level.
         key: As for pack_coded. With a key, an object that is not encrypted is corrupt.
+        into: Memory of just a page, which is overwritten and returned; None takes new memory.
 
     Returns:
         The bytes of [K/V, layer, token, head, channel], or why there are none. No bytes of an object
@@ -133,7 +138,7 @@ def unpack_coded(
         return Fault.MISMATCH
     if not coder.knows(header.position):
         return Fault.VERSION  # of a server with longer prompts, which may need it
-    return _join(header, rest, label, coder) or Fault.CORRUPT
+    return _join(header, rest, label, coder, into) or Fault.CORRUPT
 
 
 def read_body(data: memoryview) -> tuple[Header, memoryview] | None:
@@ -155,14 +160,20 @@ def _is_of(header: Header, label: PageLabel) -> bool:
     ) == (label.level, label.name, label.weights, label.rotary, label.profile)
 
 
-def _join(header: Header, data: memoryview, label: PageLabel, coder: PageCoder) -> bytearray | None:
+def _join(
+    header: Header,
+    data: memoryview,
+    label: PageLabel,
+    coder: PageCoder,
+    into: bytearray | None,
+) -> bytearray | None:
     """Return the page of these frames; None if they are not what its format asks for."""
     form, frames = label.format, header.frames
     if [frame.units for frame in frames] != coder.frames:
         return None
     if any(frame.size < 0 for frame in frames) or sum(f.size for f in frames) != len(data):
         return None
-    page = bytearray(form.page_bytes)
+    page = bytearray(form.page_bytes) if into is None else into
     values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
     halves = np.frombuffer(page, np.uint8).reshape(2, form.layers, form.unit_bytes)
     first = offset = 0

@@ -32,6 +32,9 @@ from sgl_blend.storage.container import FRAME_BYTES, PageFormat
 Coded: TypeAlias = tuple[bytes, int] | None
 """A frame and how many of its values were clipped."""
 
+_MOST_TURNS = 512
+"""Of so many pages the tables are kept that rotate their keys; 8 KB each for 16 tokens of 128."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
@@ -122,9 +125,9 @@ class Coder:
             make_unit_code(profile, rounding, index, Transform(transform), heads)
             for index, transform in enumerate(figures.transforms)
         ]
-        self._last = 0, rotation.tables(0, form.tokens)
+        self._turns: dict[int, fast.Turn] = {}
         self._together: dict[int, UnitCode] = {}
-        self._tables_of: dict[int, tuple[fast.Tables, fast.Tables]] = {}  # of keys and of values
+        self._tables_of: dict[int, fast.Tables] = {}
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
             tables = probabilities_of(profile, rounding, figures)
@@ -136,18 +139,21 @@ class Coder:
             codes = self.codes[first : first + count]
             if all(code.transform is Transform.DIRECT for code in codes):
                 self._together[first] = together = stack_codes(codes)
-                kinds = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
-                of_keys, of_values = (fast.tables_of(together, kind) for kind in kinds)
-                self._tables_of[first] = of_keys, of_values
+                self._tables_of[first] = fast.tables_of(together)
             first += count
 
-    def _tables(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what rotates the keys of a page; all frames of a page ask for the same."""
-        known, tables = self._last
-        if known != position:
-            tables = self._rotation.tables(position, self._form.tokens)
-            self._last = position, tables
-        return tables
+    def _tables(self, position: int) -> fast.Turn:
+        """Return what rotates the keys of a page.
+
+        All of its frames ask for the same, and pages of other chunks stand at the same positions.
+        """
+        found = self._turns.get(position)
+        if found is None:
+            found = self._rotation.tables(position, self._form.tokens)
+            if len(self._turns) >= _MOST_TURNS:
+                self._turns.clear()
+            self._turns[position] = found
+        return found
 
     def takes(self, position: int) -> bool:
         """Tell whether keys can be rotated back from the positions of a page."""
@@ -199,17 +205,11 @@ class Coder:
             return False
         tokens, neox = self._form.tokens, self._rotation.neox
         cos, sin = self._tables(position)
-        of_keys, of_values = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
-        keys = page[0, (first + 1) // 2 : (first + count + 1) // 2]
-        values = page[1, first // 2 : (first + count) // 2]
         together = self._together.get(first)
         if together is not None and fast.can_decode(
             together, page.dtype, self._rotation.table.shape[1], neox=neox
         ):
-            key_tables, value_tables = self._tables_of[first]
-            bins = packed.view(count, tokens, self._form.heads, self._form.dim // 2)
-            fast.decode(bins[of_keys], key_tables, (cos, sin), keys)
-            fast.decode(bins[of_values], value_tables, None, values)
+            fast.decode(packed, self._tables_of[first], (cos, sin), first, page)
             return True
         if together is not None:
             units = decode_unit(packed.view(count, -1), together, tokens)
@@ -219,6 +219,9 @@ class Coder:
             units = torch.stack(
                 [decode_unit(part, code, tokens) for part, code in zip(parts, codes, strict=True)]
             )
+        of_keys, of_values = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
+        keys = page[0, (first + 1) // 2 : (first + count + 1) // 2]
+        values = page[1, first // 2 : (first + count) // 2]
         keys.copy_(turn(units[of_keys], cos, sin, neox=neox))
         values.copy_(units[of_values])
         return True

@@ -23,7 +23,7 @@ Turn = tuple[torch.Tensor, torch.Tensor]
 
 
 class Tables(NamedTuple):
-    """What bins of neighbouring units of one kind stand for: bin * step + base.
+    """What bins of neighbouring units stand for: bin * step + base.
 
     Attributes:
         step: float32 [units, heads, dim].
@@ -34,11 +34,11 @@ class Tables(NamedTuple):
     base: Floats
 
 
-def tables_of(code: UnitCode, units: slice) -> Tables:
-    """Return the tables of some of the units whose codes are stacked."""
+def tables_of(code: UnitCode) -> Tables:
+    """Return the tables of units whose codes are stacked."""
     # Loops over other strides than those of whole arrays are many times slower.
     step, base = (
-        np.ascontiguousarray(table[units].flatten(0, 1).numpy()) for table in (code.step, code.base)
+        np.ascontiguousarray(table.flatten(0, 1).numpy()) for table in (code.step, code.base)
     )
     return Tables(step, base)
 
@@ -71,34 +71,34 @@ def warm_up() -> None:
     """Have everything compiled, or read from the disk: no request waits for it."""
     if not is_available():
         return
-    table, still = torch.zeros(1, 1, 1, 2), torch.zeros(1, 1)
-    code = UnitCode(Transform.DIRECT, LEVELS["q4"], table, table, table, table, table)
+    table, still = torch.zeros(2, 1, 1, 2), torch.zeros(1, 1)
+    tables = tables_of(UnitCode(Transform.DIRECT, LEVELS["q4"], table, table, table, table, table))
     for dtype in (torch.bfloat16, torch.float32):
-        out = torch.empty(1, 1, 1, 2, dtype=dtype)
-        packed = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-        for turn in (None, (still, still)):
-            decode(packed, tables_of(code, slice(None)), turn, out)
+        page = torch.empty(2, 1, 1, 1, 2, dtype=dtype)
+        decode(torch.zeros(2, dtype=torch.uint8), tables, (still, still), 0, page)
 
 
-def decode(packed: torch.Tensor, tables: Tables, turn: Turn | None, out: torch.Tensor) -> None:
-    """Decode neighbouring units of one kind.
+def decode(
+    packed: torch.Tensor, tables: Tables, turn: Turn, first: int, page: torch.Tensor
+) -> None:
+    """Decode neighbouring units into their page; keys and values take turns, layer by layer.
+
+    It is one call of Python's for many units: short ones of several threads wait for one another.
 
     Args:
-        packed: uint8 [units, tokens, heads, dim / 2].
+        packed: uint8, units of [tokens, heads, dim / 2] one after the other.
         tables: Of the units.
-        turn: cos and sin, float32 [tokens, dim / 2], contiguous; None for V.
-        out: bfloat16 or float32 [units, tokens, heads, dim]; filled.
+        turn: cos and sin of the page's tokens, float32 [tokens, dim / 2], contiguous.
+        first: The first unit: 2 * layer, one more for V.
+        page: bfloat16 or float32 [K/V, layer, token, head, dim], contiguous; the units are filled.
     """
-    if not out.shape[0]:
-        return
     from sgl_blend.storage.codec import fast_kernels as kernels
 
-    arrays = [packed.contiguous().numpy(), *tables]
-    arrays += [] if turn is None else [part.numpy() for part in turn]
-    if out.dtype == torch.bfloat16:
-        bits = out.view(torch.uint16).numpy()
-        (kernels.values_to_bfloat16 if turn is None else kernels.keys_to_bfloat16)(*arrays, bits)
+    units, heads, dim = tables.step.shape
+    bins = packed.numpy().reshape(units, page.shape[2], heads, dim // 2)
+    cos, sin = (part.numpy() for part in turn)
+    if page.dtype == torch.bfloat16:
+        bits = page.view(torch.uint16).numpy()
+        kernels.decode_to_bfloat16(bins, *tables, cos, sin, first, bits)
     else:
-        (kernels.values_to_float32 if turn is None else kernels.keys_to_float32)(
-            *arrays, out.numpy()
-        )
+        kernels.decode_to_float32(bins, *tables, cos, sin, first, page.numpy())
