@@ -16,7 +16,7 @@ import msgspec
 
 from sgl_blend.compose import compose
 from sgl_blend.engine.adapters import give_back_aborted, give_back_failed
-from sgl_blend.engine.compatibility import check_server_args
+from sgl_blend.engine.compatibility import check_configuration, check_server_args
 from sgl_blend.engine.facts import (
     current_settings,
     num_replicas,
@@ -145,6 +145,7 @@ def _after_settings(result: None, server_args: ServerArgs, *args: Any, **kwargs:
     try:
         check_hooks(allow_untested=config.blend_allow_untested)
         check_server_args(server_args)
+        check_configuration(server_args, config.blend_check_layer)
         check_preferred(preferred_sampling(server_args), config)
         if config.blend_store_key_file is not None:
             _read_key(config.blend_store_key_file)  # a bad one is refused before a model is loaded

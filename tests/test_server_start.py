@@ -3,6 +3,7 @@
 import inspect
 import json
 import runpy
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -60,6 +61,10 @@ REFUSED = {
     "ratio": (["--enable-blend", "--blend-recompute-ratio", "2"], "blend_recompute_ratio must be"),
     "without enable": (["--blend-policy", "random"], "has no effect without enable_blend"),
     "check layer 0": (["--enable-blend", "--blend-check-layer", "0"], "must be at least 1"),
+    "check layer too high": (
+        ["--enable-blend", "--blend-check-layer", "99"],
+        "blend_check_layer must be below the last of",
+    ),
     "radix cache off": (
         ["--enable-blend", "--disable-radix-cache"],
         "--disable-radix-cache is not",
@@ -131,6 +136,22 @@ def test_settings_that_cannot_be_blended_with_are_refused(model: Path, name: str
     told = [line for line in said.splitlines() if sentence in line]
     assert told
     assert all(line.startswith("error: ") for line in told)
+    assert "Traceback" not in said
+
+
+def test_a_model_that_is_not_served_is_refused_before_it_is_loaded(
+    model: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (model / name).exists():
+            shutil.copy(model / name, tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    config["architectures"] = ["OlmoForCausalLM"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    flags = ["--model-path", str(tmp_path), "--enable-blend", *SERVER_FLAGS]
+    status, said = run_forked(_launch, [*flags, "--port", str(reserve_port())])
+    assert status != 0
+    assert "error: enable_blend: models of class OlmoForCausalLM are not supported" in said
     assert "Traceback" not in said
 
 

@@ -232,6 +232,39 @@ def check_server_args(server_args: ServerArgs) -> None:
             )
 
 
+def check_configuration(server_args: ServerArgs, check_layer: int) -> None:
+    """Refuse a model by its configuration alone, before anything is loaded.
+
+    Raises:
+        UnsupportedError: SGLang would serve it by a class that was never blended, or it has too few
+            layers.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    try:
+        config = ModelConfig.from_server_args(server_args)
+    except (OSError, ValueError):
+        return  # SGLang says itself what is wrong with it
+    kinds = config.hf_config.architectures or []
+    if kinds and not any(kind in MODELS or kind in WITH_IMAGES for kind in kinds):
+        raise _not_served(kinds[0])
+    _check_layers_above(check_layer, config.num_hidden_layers)
+
+
+def _not_served(kind: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"enable_blend: models of class {kind} are not supported, only {', '.join(MODELS)}; "
+        "start this server without --enable-blend"
+    )
+
+
+def _check_layers_above(check_layer: int, num_layers: int) -> None:
+    if check_layer >= num_layers - 1:
+        raise UnsupportedError(
+            f"blend_check_layer must be below the last of {num_layers} layers, got {check_layer}"
+        )
+
+
 def check_model(runner: ModelRunner) -> None:
     """Refuse a model of a class that was never blended.
 
@@ -246,10 +279,7 @@ def check_model(runner: ModelRunner) -> None:
     if kind in WITH_IMAGES:
         kind = type(text_model(runner)).__name__
     if kind not in MODELS:
-        raise UnsupportedError(
-            f"enable_blend: models of class {kind} are not supported, only {', '.join(MODELS)}; "
-            "start this server without --enable-blend"
-        )
+        raise _not_served(kind)
 
 
 def check_runner(runner: ModelRunner, check_layer: int) -> None:
@@ -259,11 +289,7 @@ def check_runner(runner: ModelRunner, check_layer: int) -> None:
         UnsupportedError: The model or pool is of a kind the fusor cannot serve.
     """
     config = runner.model_config
-    num_layers = config.num_hidden_layers
-    if check_layer >= num_layers - 1:
-        raise UnsupportedError(
-            f"blend_check_layer must be below the last of {num_layers} layers, got {check_layer}"
-        )
+    _check_layers_above(check_layer, config.num_hidden_layers)
     pool = type(runner.token_to_kv_pool).__name__
     if pool != "MHATokenToKVPool":
         raise UnsupportedError(f"enable_blend: KV pool {pool} is not supported")
