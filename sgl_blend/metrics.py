@@ -30,7 +30,7 @@ COUNTERS = {
     "computed_tokens": "Prompt tokens that were prefilled as usual.",
     "found_tokens": "Prompt tokens of chunks that were found without a mark and used.",
     "chunk_hits": "Chunks of which KV was reused.",
-    "chunk_misses": "Chunks that were not stored.",
+    "chunk_misses": "Chunks that were not stored as a whole.",
     "host_tokens": "Tokens of chunks and exact prefixes that were brought back from host memory.",
     "storage_tokens": "Tokens that came from storage to host memory.",
 }

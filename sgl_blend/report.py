@@ -20,7 +20,8 @@ class BlendReport(msgspec.Struct, kw_only=True):
             times layers.
         found_tokens: Tokens of chunks that were found without a mark and of which KV was used.
         chunk_hits: Chunks after the prefix of which KV was found.
-        chunk_misses: Chunks after the prefix that were not stored.
+        chunk_misses: Chunks after the prefix that were not stored as a whole. One of which a part was
+            stored is also a hit.
         host_tokens: Tokens of chunks and of its exact prefix that were brought back from host memory.
         storage_tokens: Tokens of both that came from storage to host memory for it.
         chunk_levels: For each chunk, at which level of coding it came from storage for this request;
