@@ -16,7 +16,8 @@ from sgl_blend.engine.prefetch import (
     take_loaded,
     tokens_read,
 )
-from sgl_blend.radix_ext.chunk_store import ChunkKey
+from sgl_blend.engine.requests import prompt_ids
+from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.scheduler.loading_controller import Patience
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.storage.codec.streams import RequestStream
@@ -39,6 +40,7 @@ class Arrival:
         stream: Chooses the level of each chunk; None if nothing is lost.
         exact: Tokens up to the end of the first chunk if its KV is exact there; else 0.
         prefilled: Tokens of the prompt for which that is done.
+        client: What was asked for in the client's exact namespace and is not over yet; None if nothing.
     """
 
     req: Req
@@ -48,6 +50,7 @@ class Arrival:
     stream: RequestStream | None = None
     exact: int = 0
     prefilled: int = 0
+    client: Prefetch | None = None
     since_s: float | None = None
     coming: dict[Prefetch, ChunkKey | None] = field(default_factory=dict)
     next_keys: tuple[ChunkKey, ...] = ()
@@ -98,6 +101,18 @@ class Arrival:
                 del self.coming[prefetch]
         if keys is None:
             self.next_keys = ()
+
+    def give_up_covered(self, tree: Tree, store: ChunkStore) -> None:
+        """Read no chunks where exact KV of an earlier prompt of the client has come."""
+        self.client, state = None, self.state
+        covered = store.reach(
+            prompt_ids(self.req), salt=state.client_salt, extra_key=state.keys[0].extra_key
+        )
+        pairs = list(zip(state.keys, state.spans, strict=True))
+        beyond = {key for key, span in pairs if span.stop > covered}
+        within = {key for key, _ in pairs} - beyond
+        self.give_up(tree, within)
+        self.next_keys = tuple(key for key in self.next_keys if key not in within)
 
     def drop(self, tree: Tree, now_s: float) -> None:
         """Give everything up before an order is carried out; the request waited until now.

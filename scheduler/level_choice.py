@@ -10,6 +10,7 @@ from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.scheduler.request_state import RequestState
 from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.storage.codec.streams import RequestStream
+from sgl_blend.storage.level_names import LOSSLESS
 from sgl_blend.tuning.links import LinkSpeed
 from sgl_blend.tuning.loading import ModelTimes, Step, step_seconds
 
@@ -59,6 +60,18 @@ class LevelChoice:
             deadline_s = state.since_s + state.slo_s - compute_s
         kv_bytes = num_tokens * self.token_bytes
         return RequestStream(deadline_s, kv_bytes, self.levels.speed, self._text_s)
+
+    def has_time_for_exact(self, stream: RequestStream | None, num_tokens: int) -> bool:
+        """Tell whether exact KV, which is never rounded, may be read before a request's chunks.
+
+        Args:
+            stream: Of the request; None if it asks for no chunks.
+            num_tokens: Of which there may be exact KV.
+        """
+        if stream is None:
+            return True
+        share = self.levels.lossless_share
+        return stream.affords(LOSSLESS, share, num_tokens * self.token_bytes)
 
     def prefilled(self, state: RequestState) -> None:
         """Learn how long a prefill took, if its request waited for chunks: its first token is there."""

@@ -23,6 +23,7 @@ from sgl_blend.engine.objects import Handle, Req, Scheduler, Tree
 from sgl_blend.engine.prefetch import (
     Coded,
     Prefetch,
+    drop_prefetches,
     expect_chunk_pages,
     finish_writes,
     has_storage,
@@ -129,8 +130,9 @@ class StorageTier:
         if stream is not None:  # a finer level may take as long as there is time
             patience = Patience(*(max(wait_s, stream.remaining_s) for wait_s in patience))
         arrival = Arrival(req, state, patience, in_pieces, stream, exact)
-        if self._lookups.exact_may_be_used:
-            self._ask(arrival, tokens, state.client_salt, first.extra_key)
+        has_time = levels is None or levels.has_time_for_exact(stream, len(tokens) - covered)
+        if has_time and self._lookups.exact_may_be_used:
+            arrival.client = self._ask(arrival, tokens, state.client_salt, first.extra_key)
         if keys and self._ask_for_key(arrival, first.prefix_only, None):
             arrival.next_keys = keys
         else:
@@ -248,6 +250,7 @@ class StorageTier:
         if is_serving(self._scheduler):
             return
         self.drop_all()
+        drop_prefetches(self._tree)
         finish_writes(self._tree)
 
     def takes(self, node: Handle) -> bool:
@@ -325,6 +328,8 @@ class StorageTier:
         for arrival in self._arrivals.values():
             before = len(arrival.coming)
             came += arrival.take_over(self._tree)
+            if arrival.client is not None and arrival.client not in arrival.coming:
+                arrival.give_up_covered(self._tree, self._store)
             if before and not arrival.coming and arrival.next_keys:
                 keys, arrival.next_keys = arrival.next_keys, ()
                 self._ask_for_chunks(arrival, keys)
@@ -371,9 +376,8 @@ class StorageTier:
         into = key.rounded
         coded = Coded(stream, key.salt, is_prefix=part_of is None)
         asked = self._ask(arrival, path, into.salt, into.extra_key, part_of, coded)
-        planned = key.length or key.prefix_length
-        num_tokens = 0 if asked is None else asked.num_tokens
-        stream.add((num_tokens - planned) * self._levels.token_bytes)
+        more = (0 if asked is None else asked.num_tokens) - (key.length or key.prefix_length)
+        stream.add(more * self._levels.token_bytes)
         return asked is not None
 
     def _ask(

@@ -34,8 +34,8 @@ from sgl_blend.engine.hook_points import (
 from sgl_blend.engine.objects import (
     Aborted,
     Answers,
-    CacheController,
     Completions,
+    HiCacheController,
     HostPool,
     Received,
     Scheduler,
@@ -269,7 +269,7 @@ def _around_create_backend(
 
 
 def _after_attach_storage(
-    result: object, controller: CacheController, *args: Any, **kwargs: Any
+    result: object, controller: HiCacheController, *args: Any, **kwargs: Any
 ) -> None:
     if BlendConfig.of(current_settings()).enable_blend:
         from sgl_blend.engine.storage import use_host_pool

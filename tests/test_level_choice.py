@@ -126,3 +126,30 @@ def test_half_a_bin_is_of_the_finest_level_and_nothing_beside_lossless() -> None
     assert coarse is not None
     assert fine.shape == coarse.shape == (3, 2, 8)
     torch.testing.assert_close(24 * fine, coarse)  # bins of 1/12 and of 2 standard deviations
+
+
+def _has_time(slo_s: float | None, rate: float | None, num_tokens: int) -> bool:
+    """Tell whether exact KV of so many tokens may be read first, at a lossless share of 0.75."""
+    levels = StoredLevels(("lossless",), None, None)
+    if rate is not None:
+        levels.speed.heard(round(rate), 1.0)
+    choice = LevelChoice(levels, TIMES, TOKEN_BYTES)
+    state = _state(slo_s)
+    stream = choice.stream(state, state.keys)
+    stream._clock = lambda: 1000.0
+    return choice.has_time_for_exact(stream, num_tokens)
+
+
+def test_exact_kv_is_read_first_if_it_is_there_in_time() -> None:
+    # The prefill leaves 0.126 s of 0.25, in which 168 tokens of 1 kB come at 1 MB/s.
+    assert _has_time(0.250, 1e6, 160)
+    assert not _has_time(0.250, 1e6, 175)
+    assert not _has_time(0.250, None, 1), "nobody knows how fast the store is"
+    assert not _has_time(0.1, 1e9, 1), "it is too late for everything"
+
+
+def test_without_a_deadline_exact_kv_is_read_unless_computing_is_faster() -> None:
+    # A token takes 1 ms to compute, and 0.75 kB to read.
+    assert _has_time(None, None, 100)
+    assert _has_time(None, 0.9e6, 100)
+    assert not _has_time(None, 0.6e6, 100)

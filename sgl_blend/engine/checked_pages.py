@@ -50,6 +50,10 @@ class ReadOrder(list[str]):
         return ReadOrder([*self, *other], self.stream)
 
 
+def _always() -> bool:
+    return True
+
+
 _MOST_EXPECTED = 1_000_000
 """Pages that wait to be written, in a queue of SGLang that nothing bounds."""
 _MOST_STREAMS = 100_000
@@ -189,7 +193,7 @@ class CheckedPages:
     ) -> list[torch.Tensor | None]:
         """Fill SGLang's flat pages up to the first that is not there; after that all are None."""
         found: list[torch.Tensor | None] = [None] * len(keys)
-        for index, page in enumerate(self._objects.read(*self._chosen(keys))):
+        for index, page in enumerate(self._objects.read(*self._chosen(keys), _always)):
             self._pages.fill(target_locations[index], page)
             found[index] = target_locations[index]
         return found
@@ -198,11 +202,27 @@ class CheckedPages:
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Put pages into the host pool up to the first that is not there."""
-        found = [False] * len(keys)
-        for index, page in enumerate(self._objects.read(*self._chosen(keys))):
-            self._pages.write(self._slot(host_indices, index), page)
-            found[index] = True
-        return found
+        read = self.read_pages(keys, host_indices, _always)
+        return [index < read for index in range(len(keys))]
+
+    def read_pages(
+        self, keys: Sequence[str], host_indices: torch.Tensor, is_wanted: Callable[[], bool]
+    ) -> int:
+        """Put pages into the host pool up to the first that is not there, or while they are wanted.
+
+        Args:
+            keys: SGLang's hashes of the pages.
+            host_indices: int64 [pages * tokens of a page], where they go.
+            is_wanted: Tells whether they are still needed.
+
+        Returns:
+            How many were read.
+        """
+        read = 0
+        for page in self._objects.read(*self._chosen(keys), is_wanted):
+            self._pages.write(self._slot(host_indices, read), page)
+            read += 1
+        return read
 
     def _chosen(self, keys: Sequence[str]) -> tuple[list[PageLabel], ChunkStream | None]:
         """Return what to read of some pages, up to the first that is left, and for which chunk."""

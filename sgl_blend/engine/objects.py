@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from threading import Event
 from typing import Any, NewType, Protocol
 
 import torch
@@ -287,6 +288,7 @@ class Scheduler(Protocol):
     model_config: Any
     tokenizer: Any
     tp_worker: Any
+    _engine_paused: bool
     tree_cache: Tree
     token_to_kv_pool_allocator: Any
     page_size: int
@@ -323,13 +325,19 @@ class StorageConfig(Protocol):
     tp_size: int
 
 
-class CacheController(Protocol):
-    """Moves KV between device, host and storage: SGLang's HiCacheController."""
+class PrefetchOperation(Protocol):
+    """Pages on their way from storage."""
+
+    is_terminated: Callable[[], bool]
+
+
+class HiCacheController(Protocol):
+    """Moves KV between device, host and storage."""
 
     storage_backend: Any
+    storage_stop_event: Event
     page_get_func: Callable[..., int]
     page_set_func: Callable[..., bool]
-    _page_get_zero_copy: Callable[..., int]
     _page_set_zero_copy: Callable[..., bool]
 
 

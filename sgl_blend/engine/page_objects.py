@@ -113,24 +113,39 @@ class PageObjects:
             return 0
         return found
 
-    def read(self, labels: Sequence[PageLabel], stream: ChunkStream | None) -> Iterator[bytearray]:
-        """Yield pages until one is missing; SGLang uses none after it.
+    def read(
+        self,
+        labels: Sequence[PageLabel],
+        stream: ChunkStream | None,
+        is_wanted: Callable[[], bool],
+    ) -> Iterator[bytearray]:
+        """Yield pages until one is missing, as SGLang uses none after it, or nobody wants them.
 
         A page is good until the next one is asked for: its memory is used again. New memory for each
         would cost as much as decoding.
+
+        Args:
+            labels: Of the pages.
+            stream: The chunk that they are read for; None if that is not known.
+            is_wanted: Tells whether they are still needed. SGLang stops its threads for a flush, and
+                ends the server if they do not stop within ten seconds.
         """
         begun: deque[Pending[_Read]] = deque()
         began, refused = time.perf_counter(), CallFault.OPEN
         came: list[Page] = []
         late: PageLabel | None = None
         for index in range(len(labels)):
+            if not is_wanted():
+                break
             for label in labels[index + len(begun) : index + _READ_AHEAD]:
                 pending = self._calls.start(functools.partial(self._read_object, label))
                 if isinstance(pending, CallFault):
                     refused = pending
                     break
                 begun.append(pending)
-            page = self._finish(begun.popleft()) if begun else refused
+            page = self._finish(begun.popleft(), is_wanted) if begun else refused
+            if page is CallFault.UNWANTED:
+                break
             if not isinstance(page, Page):
                 self._note_missing(labels[index].name, page)
                 if isinstance(page, Fault):
@@ -147,8 +162,8 @@ class PageObjects:
         self._note_read(came, stream, time.perf_counter() - began)
         self._note_speed(came, late, time.perf_counter() - began)
 
-    def _finish(self, pending: Pending[_Read]) -> _Read | CallFault:
-        return self._calls.finish(pending)
+    def _finish(self, pending: Pending[_Read], is_wanted: Callable[[], bool]) -> _Read | CallFault:
+        return self._calls.finish(pending, is_wanted)
 
     def _read_object(self, label: PageLabel) -> _Read:
         began = time.perf_counter()

@@ -191,6 +191,12 @@ def drop_prefetch(tree: Tree, prefetch: Prefetch) -> None:
     _stop(prefetch)
 
 
+def drop_prefetches(tree: Tree) -> None:
+    """Give up all that is on its way, also what SGLang itself asked for."""
+    for handle in list(tree.ongoing_prefetch if has_storage(tree) else ()):
+        tree.release_aborted_request(handle)
+
+
 def _stop(prefetch: Prefetch) -> None:
     if prefetch.chunk is not None:
         prefetch.chunk.stop()

@@ -91,9 +91,9 @@ def is_decoding(running_batch: ScheduleBatch) -> bool:
 
 
 def is_serving(scheduler: Scheduler) -> bool:
-    """Tell whether requests wait, prefill in pieces or decode."""
+    """Tell whether requests prefill in pieces, decode, or wait where the server is not paused."""
     is_running = has_cut_request(scheduler) or is_decoding(scheduler.running_batch)
-    return is_running or somebody_waits(scheduler)
+    return is_running or (somebody_waits(scheduler) and not scheduler._engine_paused)
 
 
 def is_idle_round(plan: Any) -> bool:

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
+import torch
+
 from sgl_blend.engine.checked_pages import CheckedPages
 from sgl_blend.engine.host_pages import HostPages
-from sgl_blend.engine.objects import CacheController, Tree
+from sgl_blend.engine.objects import HiCacheController, PrefetchOperation, Tree
 from sgl_blend.engine.storage_backends import (
     FileStore,
     LateStore,
@@ -107,15 +109,31 @@ def attach_targets() -> list[str]:
     )
 
 
-def use_host_pool(controller: CacheController) -> None:
-    """Have checked pages move straight between host memory and storage.
+def use_host_pool(controller: HiCacheController) -> None:
+    """Have checked pages move straight between host memory and storage, while somebody wants them.
 
-    SGLang does so for some backends by name. For the others it makes flat pages first, all of a batch
-    at once, and copies between them and host memory.
+    SGLang moves pages of some backends so, by name. For the others it makes flat pages first, all of a
+    batch at once, and copies between them and host memory. And it reads a batch to its end, however
+    long that takes, when nobody needs it any more.
     """
-    if isinstance(controller.storage_backend, CheckedPages):
-        controller.page_get_func = controller._page_get_zero_copy
+    storage = controller.storage_backend
+    if isinstance(storage, CheckedPages):
+        controller.page_get_func = functools.partial(_read_pages, storage, controller)
         controller.page_set_func = controller._page_set_zero_copy
+
+
+def _read_pages(
+    storage: CheckedPages,
+    controller: HiCacheController,
+    operation: PrefetchOperation,
+    keys: list[str],
+    host_indices: torch.Tensor,
+    extra_info: object = None,
+) -> int:
+    def is_wanted() -> bool:
+        return not (operation.is_terminated() or controller.storage_stop_event.is_set())
+
+    return storage.read_pages(keys, host_indices, is_wanted)
 
 
 def weights_in_use(pool: Any) -> WeightsInUse:

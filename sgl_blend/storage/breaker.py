@@ -25,6 +25,8 @@ FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
 TIMEOUT_S = 2.0
 THREADS = 4
+_LOOK_S = 0.02
+"""How often it is asked whether somebody still needs a call's result."""
 
 
 class CallFault(StrEnum):
@@ -38,6 +40,8 @@ class CallFault(StrEnum):
     """All threads wait for calls that were given up."""
     OPEN = "open"
     """The store is left alone for a while."""
+    UNWANTED = "unwanted"
+    """Nobody needs the result any more."""
 
 
 class Breaker:
@@ -197,9 +201,21 @@ class GuardedCalls:
             self._queue.put(pending)
         return pending
 
-    def finish(self, pending: Pending[T]) -> T | CallFault:
-        """Wait for a call, until its time is over."""
-        pending.done.wait(max(0.0, pending.deadline - time.monotonic()))
+    def finish(
+        self, pending: Pending[T], is_wanted: Callable[[], bool] | None = None
+    ) -> T | CallFault:
+        """Wait for a call, until its time is over or nobody needs it.
+
+        Args:
+            pending: The call.
+            is_wanted: Tells whether somebody needs it; None: somebody does.
+        """
+        while (left_s := pending.deadline - time.monotonic()) > 0:
+            if pending.done.wait(left_s if is_wanted is None else min(left_s, _LOOK_S)):
+                break
+            if is_wanted is not None and not is_wanted():
+                self.drop(pending)
+                return CallFault.UNWANTED
         self._give_up(pending)
         outcome = pending.outcome
         if isinstance(outcome, CallFault):

@@ -109,6 +109,12 @@ class StoredLevels:
             return _LOSSLESS_SHARE
         return self._profile.levels[level].bits_per_element / 8 / ITEM_BYTES[dtype]
 
+    @property
+    def lossless_share(self) -> float:
+        """What exact KV takes of its bytes, by the pages that were seen."""
+        with self._lock:
+            return self._shares.get(LOSSLESS, _LOSSLESS_SHARE)
+
     def saw(self, level: str, stored_bytes: int, kv_bytes: int) -> None:
         """Learn from a page how much a level takes."""
         share = stored_bytes / kv_bytes

@@ -143,6 +143,22 @@ class RequestStream:
         """Seconds until the deadline; 0 beyond it, and without one."""
         return 0.0 if self._deadline_s is None else max(0.0, self._deadline_s - self._clock())
 
+    def affords(self, level: str, share: float, kv_bytes: int) -> bool:
+        """Tell whether KV may come at a level before everything else that is asked for.
+
+        With a deadline it must be there by then, as far as is known. Without one it must not take
+        longer than to compute it, unless nothing is known.
+
+        Args:
+            level: Its name.
+            share: What it takes of the bytes of KV.
+            kv_bytes: The KV.
+        """
+        load_s = self._speed.seconds(level, share, kv_bytes, at_worst=True)
+        if self._deadline_s is not None:
+            return load_s <= self.remaining_s
+        return math.isinf(load_s) or self._text_s is None or load_s <= self._text_s(kv_bytes)
+
     @property
     def left(self) -> int:
         """Bytes of KV that are still to come."""
