@@ -33,6 +33,7 @@ from sgl_blend.engine.orders import (
     may_end_weight_update,
     may_update_weights,
     needs_idle,
+    parts_of_orders,
 )
 from sgl_blend.engine.prefetch import with_own_limit
 from sgl_blend.engine.requests import prompt_ids, received_rid, rid_of, rid_of_handle
@@ -258,7 +259,21 @@ def around_process_input_requests(
     if runtime is None:
         return orig(scheduler, all_received, *args, **kwargs)
     runtime.rounds.let_prefill_follow()
-    orders = [received for received in all_received or () if is_order(received)]
+    result = None
+    for received in parts_of_orders(all_received or ()):
+        result = _process(runtime, orig, scheduler, received, args, kwargs)
+    return result
+
+
+def _process(
+    runtime: BlendRuntime,
+    orig: Stock,
+    scheduler: Scheduler,
+    all_received: Sequence[object],
+    args: Any,
+    kwargs: Any,
+) -> Any:
+    orders = [received for received in all_received if is_order(received)]
     flush_waits = runtime.rounds.flush_waits()
     wants_idle = flush_waits or any(map(needs_idle, orders))
     if orders or flush_waits:

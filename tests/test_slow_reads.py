@@ -8,6 +8,7 @@ import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, random_tokens
 from prompts import largest_difference
+from sglang.srt.managers import io_struct
 from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, fill, flush, prompt_of
 from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
 from test_orders import OVERLAP, order
@@ -70,7 +71,9 @@ def test_storage_is_detached_while_it_is_read_and_attached_again(start_engine: S
 # --- memory and weights while chunks are on their way ---
 
 
-def _release_while_loading(driver: Driver, salt: str, plain: bool, tags: list[str]) -> Answer:
+def _release_while_loading(
+    driver: Driver, salt: str, plain: bool, tags: list[str], at_once: bool = False
+) -> Answer:
     prompt = Prompt([PLAIN], salt=salt) if plain else prompt_of(salt)
     flush(driver)
     driver.ask(prompt)
@@ -81,8 +84,13 @@ def _release_while_loading(driver: Driver, salt: str, plain: bool, tags: list[st
         driver.run_until(
             lambda: any(one.host_indices is not None for one in ongoing.values()), limit=10**6
         )
-        order(driver, "PauseGenerationReqInput", mode="retract")
-        order(driver, "ReleaseMemoryOccupationReqInput", tags=tags)
+        if at_once:  # the HTTP server answers a pause before the scheduler has seen it
+            pause = io_struct.PauseGenerationReqInput(mode="retract")
+            release = io_struct.ReleaseMemoryOccupationReqInput(tags=tags)
+            driver.scheduler.process_input_requests([pause, release])
+        else:
+            order(driver, "PauseGenerationReqInput", mode="retract")
+            order(driver, "ReleaseMemoryOccupationReqInput", tags=tags)
         order(driver, "ResumeMemoryOccupationReqInput", tags=tags)
         order(driver, "ContinueGenerationReqInput")
         driver.run_until(req.finished, limit=10**6)
@@ -103,6 +111,12 @@ def test_a_paused_server_releases_memory_while_a_request_waits_for_storage(
     (again,) = engine.ask(Prompt([PLAIN if plain else prompt_of(salt).tokens], salt="reference"))
     if plain:
         assert largest_difference(answer.logprobs[0], again.logprobs[0]) < 1e-4
+
+
+def test_a_pause_and_a_release_may_come_at_once(start_engine: StartEngine) -> None:
+    engine = start_engine(**settings())
+    answer = engine.call(_release_while_loading, "at once", True, ["kv_cache"], True)
+    assert answer.finish == "FINISH_LENGTH"
 
 
 # --- exact KV and chunks ---

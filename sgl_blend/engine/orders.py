@@ -1,5 +1,7 @@
 """How SGLang spells what an operator orders, and what must not be running then."""
 
+from collections.abc import Iterator, Sequence
+
 from sgl_blend.engine.objects import Scheduler
 
 _TRAFFIC = (
@@ -35,6 +37,19 @@ def is_order(received: object) -> bool:
 def needs_idle(received: object) -> bool:
     """Tell whether SGLang carries an order out on an idle server only, or it changes what KV means."""
     return type(received).__name__.startswith(_NEED_IDLE)
+
+
+def parts_of_orders(all_received: Sequence[object]) -> Iterator[Sequence[object]]:
+    """Yield what was received at once, so that an order for an idle server begins a part.
+
+    What came before it may be the pause that makes the server idle.
+    """
+    begin = 0
+    for index, received in enumerate(all_received):
+        if index > begin and needs_idle(received):
+            yield all_received[begin:index]
+            begin = index
+    yield all_received[begin:]
 
 
 def may_update_weights(received: object) -> bool:
