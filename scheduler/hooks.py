@@ -4,7 +4,8 @@ A hook never holds state. The runtime hangs on the scheduler, its tree and its m
 does not, blending is off and the stock function runs.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -261,17 +262,16 @@ def around_process_input_requests(
     runtime.rounds.let_prefill_follow()
     result = None
     for received in parts_of_orders(all_received or ()):
-        result = _process(runtime, orig, scheduler, received, args, kwargs)
+        carry_out = functools.partial(orig, scheduler, received, *args, **kwargs)
+        result = _carry_out(runtime, scheduler, received, carry_out)
     return result
 
 
-def _process(
+def _carry_out(
     runtime: BlendRuntime,
-    orig: Stock,
     scheduler: Scheduler,
     all_received: Sequence[object],
-    args: Any,
-    kwargs: Any,
+    carry_out: Callable[[], Any],
 ) -> Any:
     orders = [received for received in all_received if is_order(received)]
     flush_waits = runtime.rounds.flush_waits()
@@ -284,7 +284,7 @@ def _process(
         runtime.rounds.order_came()
     may_update = any(map(may_update_weights, orders))
     with runtime.weight_orders.carried_out(may_update=may_update):
-        result = orig(scheduler, all_received, *args, **kwargs)
+        result = carry_out()
         if any(map(may_end_weight_update, orders)):
             runtime.weight_orders.note()
     return result

@@ -246,7 +246,8 @@ def check_configuration(server_args: ServerArgs, check_layer: int) -> None:
     except (OSError, ValueError):
         return  # SGLang says itself what is wrong with it
     kinds = config.hf_config.architectures or []
-    if kinds and not any(kind in MODELS or kind in WITH_IMAGES for kind in kinds):
+    # The class of a vision model may hold another, which is known when it is loaded.
+    if kinds and not config.is_multimodal and not any(kind in MODELS for kind in kinds):
         raise _not_served(kinds[0])
     _check_layers_above(check_layer, config.num_hidden_layers)
 
