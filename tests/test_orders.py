@@ -48,6 +48,22 @@ def order(driver: Driver, name: str, **fields: Any) -> Any:
     return None
 
 
+def release_and_resume(driver: Driver, tags: list[str], at_once: bool = False) -> None:
+    """Pause, give memory away and take it back, and go on, as whoever trains with this server does.
+
+    At once: the scheduler receives the pause and the release together, for SGLang's HTTP server answers
+    a pause before the scheduler has seen it.
+    """
+    from sglang.srt.managers import io_struct
+
+    pause = io_struct.PauseGenerationReqInput(mode="retract")
+    release = io_struct.ReleaseMemoryOccupationReqInput(tags=tags)
+    for received in [[pause, release]] if at_once else [[pause], [release]]:
+        driver.scheduler.process_input_requests(received)
+    order(driver, "ResumeMemoryOccupationReqInput", tags=tags)
+    order(driver, "ContinueGenerationReqInput")
+
+
 def begin_build(driver: Driver) -> Any:
     """Ask for chunks that are missing, and run until the second step of their builds is in flight."""
     driver.settle()

@@ -12,7 +12,7 @@ from harness import Answer, Driver, Prompt, namespace_of
 from prompts import largest_difference
 from retraction import retract
 from stored_files import NEEDS_NAMESPACES, settings, slow_reads, store
-from test_orders import OVERLAP, order, other_weights
+from test_orders import OVERLAP, order, other_weights, release_and_resume
 from test_pieces import READ_S, _all_is_loaded, _begin, _prompt, _store, _stored, _tokens_of
 from tiny_models import make_model
 
@@ -120,10 +120,7 @@ def _release(driver: Driver, salt: str, tags: list[str]) -> Answer:
     """Release memory and take it back while a piece is in flight."""
     with slow_reads(READ_S):
         req = _begin(driver, salt)
-        order(driver, "PauseGenerationReqInput", mode="retract")
-        order(driver, "ReleaseMemoryOccupationReqInput", tags=tags)
-        order(driver, "ResumeMemoryOccupationReqInput", tags=tags)
-        order(driver, "ContinueGenerationReqInput")
+        release_and_resume(driver, tags)
         driver.run_until(req.finished, limit=10**6)
     driver.settle()
     return driver.answer(req)

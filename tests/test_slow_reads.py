@@ -8,10 +8,9 @@ import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, random_tokens
 from prompts import largest_difference
-from sglang.srt.managers import io_struct
 from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, fill, flush, prompt_of
 from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
-from test_orders import OVERLAP, order
+from test_orders import OVERLAP, order, release_and_resume
 
 __all__ = ["model_folder", "start_engine", "store"]  # fixtures
 
@@ -84,15 +83,7 @@ def _release_while_loading(
         driver.run_until(
             lambda: any(one.host_indices is not None for one in ongoing.values()), limit=10**6
         )
-        if at_once:  # the HTTP server answers a pause before the scheduler has seen it
-            pause = io_struct.PauseGenerationReqInput(mode="retract")
-            release = io_struct.ReleaseMemoryOccupationReqInput(tags=tags)
-            driver.scheduler.process_input_requests([pause, release])
-        else:
-            order(driver, "PauseGenerationReqInput", mode="retract")
-            order(driver, "ReleaseMemoryOccupationReqInput", tags=tags)
-        order(driver, "ResumeMemoryOccupationReqInput", tags=tags)
-        order(driver, "ContinueGenerationReqInput")
+        release_and_resume(driver, tags, at_once)
         driver.run_until(req.finished, limit=10**6)
     driver.settle()
     return driver.answer(req)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import httpx
 import openai
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -43,6 +44,9 @@ VARIANTS = (
     *(Variant(DEFAULT, ratio) for ratio in (0.0, RATIO, 0.5, 1.0)),
     *(Variant(policy, RATIO) for policy in ("hkvd", "funnel") if policy != DEFAULT),
 )
+FIRST_TOKEN_FLAGS = () if torch.cuda.is_available() else ("--disable-overlap-schedule",)
+"""Of both servers. The overlap schedule launches a decode step before it looks at the prefill's result.
+A GPU does that beside the host; on a CPU every first token waits for it."""
 
 T = TypeVar("T")
 
@@ -99,7 +103,13 @@ def server(screen: Screen, name: str, material: Material, extra: list[str]) -> I
         with screen.waiting(f"starting the {name} server", 30) as waiting:
             # Without these settings page faults slow down whichever server has bad luck.
             started = stack.enter_context(
-                running(material.model, extra, log, waiting, environment=KEEP_MEMORY)
+                running(
+                    material.model,
+                    [*FIRST_TOKEN_FLAGS, *extra],
+                    log,
+                    waiting,
+                    environment=KEEP_MEMORY,
+                )
             )
         yield started
 
