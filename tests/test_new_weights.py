@@ -7,7 +7,8 @@ import pytest
 from canary_traffic import NEVER_TRIPS, begin, counted_since, figures_of, kl, rag
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, random_tokens
-from test_orders import OVERLAP, order, other_weights, settings
+from orders import order
+from test_orders import OVERLAP, other_weights, settings
 from tiny_models import make_model
 
 __all__ = ["model_folder", "start_engine"]  # fixtures

@@ -4,7 +4,6 @@ Every test ends in Driver.settle: SGLang's own strict memory check runs at idle 
 """
 
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, largest_difference, namespace_of, rag_prompt, random_tokens
+from orders import order
 from tiny_models import make_model
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
@@ -31,37 +31,6 @@ def rag(*numbers: int, **rest: Any) -> Prompt:
 
 def settings(overlap: bool, **rest: Any) -> dict[str, Any]:
     return {"chunked_prefill_size": STEP, "disable_overlap_schedule": not overlap, **rest}
-
-
-def order(driver: Driver, name: str, **fields: Any) -> Any:
-    """Hand the scheduler an operator's order as its receive loop would, and return its answer."""
-    from sglang.srt.managers import io_struct
-
-    driver.scheduler.process_input_requests([getattr(io_struct, name)(**fields)])
-    kind = getattr(io_struct, f"{name.removesuffix('Input')}Output", None)
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:  # some orders have no answer
-        for sink in driver._sinks:
-            while sink.poll(20):
-                if type(answer := io_struct.sock_recv(sink)) is kind:  # not one to a client
-                    return answer
-    return None
-
-
-def release_and_resume(driver: Driver, tags: list[str], at_once: bool = False) -> None:
-    """Pause, give memory away and take it back, and go on, as whoever trains with this server does.
-
-    At once: the scheduler receives the pause and the release together, for SGLang's HTTP server answers
-    a pause before the scheduler has seen it.
-    """
-    from sglang.srt.managers import io_struct
-
-    pause = io_struct.PauseGenerationReqInput(mode="retract")
-    release = io_struct.ReleaseMemoryOccupationReqInput(tags=tags)
-    for received in [[pause, release]] if at_once else [[pause], [release]]:
-        driver.scheduler.process_input_requests(received)
-    order(driver, "ResumeMemoryOccupationReqInput", tags=tags)
-    order(driver, "ContinueGenerationReqInput")
 
 
 def begin_build(driver: Driver) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, random_tokens
-from test_orders import OVERLAP, begin_build, order, settings
+from orders import order
+from test_orders import OVERLAP, begin_build, settings
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 

@@ -9,10 +9,11 @@ from unittest.mock import patch
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, namespace_of
+from orders import order, release_and_resume
 from prompts import largest_difference
 from retraction import retract
 from stored_files import NEEDS_NAMESPACES, settings, slow_reads, store
-from test_orders import OVERLAP, order, other_weights, release_and_resume
+from test_orders import OVERLAP, other_weights
 from test_pieces import READ_S, _all_is_loaded, _begin, _prompt, _store, _stored, _tokens_of
 from tiny_models import make_model
 

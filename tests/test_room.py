@@ -11,9 +11,10 @@ from unittest.mock import patch
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Driver, Prompt, largest_difference, rag_prompt, random_tokens
+from orders import order
 from sglang.srt.managers.schedule_policy import SchedulePolicy
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from test_orders import OVERLAP, begin_build, order, settings
+from test_orders import OVERLAP, begin_build, settings
 
 __all__ = ["model_folder", "start_engine"]  # fixtures
 

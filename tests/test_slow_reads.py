@@ -7,10 +7,11 @@ import time
 import pytest
 from engines import StartEngine, model_folder, start_engine
 from harness import Answer, Driver, Prompt, random_tokens
+from orders import order, release_and_resume
 from prompts import largest_difference
 from stored_chunks import CHUNKS, QUESTION, SYSTEM, ask, fill, flush, prompt_of
 from stored_files import NEEDS_NAMESPACES, PAGE, settings, slow_reads, store
-from test_orders import OVERLAP, order, release_and_resume
+from test_orders import OVERLAP
 
 __all__ = ["model_folder", "start_engine", "store"]  # fixtures
 
