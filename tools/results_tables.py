@@ -273,6 +273,18 @@ def novel(name: str = "novel.json") -> str:
                     f"{told['pool'][-1]['chunks']:.2f}" if told["pool"] else "",
                 )
             )
+        ideal = case["ideal"]
+        if limited := ideal.get("as_large_as_host"):
+            share = f"{limited / ideal['second_half']:.2f}"
+            rows.append(
+                (
+                    f"{name}, ideal cache as large as host memory",
+                    f"{case['requests']:,}",
+                    f"{ideal['second_half']:.3f}",
+                    f"{limited:.3f}",
+                    *(share, "", ""),
+                )
+            )
     told_of = "Figures are of the second half of the requests.\n\n"
     header = (
         "library, server",
