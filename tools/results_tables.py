@@ -231,6 +231,9 @@ def soak(name: str = "soak.json") -> str:
         ("chunks built", f"{found['chunks_built']:,}"),
         ("growth of memory", percent(found["rss_growth"], 2)),
     ]
+    if damages := found.get("damages"):
+        rows.append(("objects of the store damaged", f"{sum(damages.values()):,}"))
+        rows.append(("pages that came from the store", f"{found['storage']['hits']:,}"))
     for kind, times in found["ttft_ms"].items():
         told = f"{times['p50']:.0f} and {times['p99']:.0f}"
         rows.append((f"TTFT of {kind} requests, p50 and p99, ms", told))
@@ -328,6 +331,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "match": match,
     "closed-loop": closed_loop,
     "soak": soak,
+    "soak-storage": lambda: soak("soak-storage.json"),
     "soak-experts": lambda: soak("soak-experts.json"),
     "soak-adapters": lambda: soak("soak-adapters.json"),
     "novel": novel,
