@@ -14,6 +14,7 @@ from sgl_blend.engine.objects import Req
 from sgl_blend.engine.tree import TreeLock
 from sgl_blend.fallback import FallbackReason
 from sgl_blend.fusion.plan import BlendPlan, LayerSplit, StepPlan
+from sgl_blend.policies import POLICIES
 from sgl_blend.protocol.request import Span
 from sgl_blend.radix_ext.chunk_store import ChunkKey
 from sgl_blend.radix_ext.namespaces import ModelFingerprint, is_chunk_of
@@ -171,7 +172,9 @@ class RequestState:
     @property
     def ratio_now(self) -> float:
         """Share of reused tokens to recompute if it is admitted now: more while something is loaded."""
-        return self.ratio if self.load_ratio is None else max(self.ratio, self.load_ratio)
+        if self.load_ratio is None or POLICIES[self.policy].fixed_ratio is not None:
+            return self.ratio
+        return max(self.ratio, self.load_ratio)
 
     def follow(self, tokens: array[int]) -> None:
         """Take the prompt as SGLang put it together: a session puts earlier turns before these tokens.

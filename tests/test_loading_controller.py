@@ -69,7 +69,9 @@ def _store(driver: Driver, salt: str) -> None:
     driver.settle()
 
 
-def _ask_by_link(driver: Driver, tokens_per_s: float) -> tuple[Answer, int]:
+def _ask_by_link(
+    driver: Driver, tokens_per_s: float, params: dict[str, Any] | None = None
+) -> tuple[Answer, int]:
     """Ask for chunks in host memory that is as fast as this, as far as the controller knows."""
     _store(driver, "host")
     capacity = driver.runtime.describe()["pool"]["capacity"]
@@ -77,7 +79,7 @@ def _ask_by_link(driver: Driver, tokens_per_s: float) -> tuple[Answer, int]:
     token_bytes = host_token_bytes(driver.scheduler.tree_cache)
     _give_controller(driver, LinkSpeed(1e-4, tokens_per_s * token_bytes))
     order = [CHUNKS[i] for i in (2, 0, 1)]
-    (answer,) = driver.ask(rag_prompt(SYSTEM, order, QUESTION, salt="host"))
+    (answer,) = driver.ask(rag_prompt(SYSTEM, order, QUESTION, salt="host", params=params or {}))
     driver.settle()
     return answer, token_bytes
 
@@ -107,6 +109,17 @@ def test_the_choice_flips_where_the_formulas_say(start_engine: StartEngine) -> N
     assert {loaded for loaded, _ in outcomes} == {False, True}, "nothing flipped"
     assert (True, True) in outcomes, "no load left time to recompute more"
     assert (True, False) in outcomes
+
+
+def test_a_policy_of_one_ratio_recomputes_no_more_while_kv_is_loaded(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(**settings())
+    hides = 2.0**12.25  # tokens per second at which a load hides more than RATIO, see above
+    assert engine.call(_ask_by_link, hides)[0].report["ratio"] > RATIO
+    answer, _ = engine.call(_ask_by_link, hides, {"sgl_blend_policy": "none"})
+    assert answer.report["host_tokens"] > 0
+    assert answer.report["ratio"] == answer.report["recomputed_tokens"] == 0
 
 
 def _ask_storage_by_link(driver: Driver, bytes_per_s: float) -> tuple[Answer, float]:

@@ -241,6 +241,14 @@ def test_a_silent_request_gets_the_server_settings(params: dict[str, Any] | None
     )
 
 
+@pytest.mark.parametrize(("policy", "ratio"), [("none", 0.0), ("block", 0.0), ("all", 1.0)])
+@pytest.mark.parametrize("asked", [{}, {"sgl_blend_ratio": 0.5}])
+def test_a_policy_of_one_ratio_has_it_whatever_is_asked(
+    policy: str, ratio: float, asked: dict[str, float]
+) -> None:
+    assert parse_overrides({"sgl_blend_policy": policy, **asked}, CONFIG).ratio == ratio
+
+
 def test_a_request_may_override_everything() -> None:
     params = {
         "sgl_blend": False,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sgl_blend.errors import RequestError
+from sgl_blend.policies import POLICIES
 from sgl_blend.settings.config import (
     FIND,
     BlendConfig,
@@ -50,7 +51,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """What one request asks for; server settings where it is silent."""
+    """What one request asks for; server settings where it is silent.
+
+    The ratio is the policy's own where it has a fixed one.
+    """
 
     enabled: bool
     ratio: float
@@ -90,6 +94,7 @@ def parse_overrides(custom_params: Mapping[str, Any] | None, config: BlendConfig
     check_ratio("sgl_blend_ratio", ratio, RequestError)
     policy = params.get("sgl_blend_policy", config.blend_policy)
     check_policy("sgl_blend_policy", policy, RequestError, evaluation=config.blend_eval)
+    fixed_ratio = POLICIES[policy].fixed_ratio
     offsets = params.get("sgl_blend_spans")
     if offsets is not None:
         offsets = _check_offsets(offsets)
@@ -101,7 +106,7 @@ def parse_overrides(custom_params: Mapping[str, Any] | None, config: BlendConfig
         slo_ms = float(slo_ms)
     return Overrides(
         enabled=enabled,
-        ratio=float(ratio),
+        ratio=float(ratio) if fixed_ratio is None else fixed_ratio,
         policy=policy,
         offsets=offsets,
         find=find,
