@@ -117,10 +117,20 @@ def compare(
     library: Sequence[Passage],
     head: list[int],
     num_requests: int,
-    case: tuple[int, int],
+    tenants: int,
+    capacities: tuple[int, int | None],
 ) -> dict[str, Any]:
-    """Measure one configuration: tenants, and tokens that the ideal cache holds."""
-    tenants, capacity = case
+    """Measure one configuration.
+
+    Args:
+        running: The servers, by their mode.
+        library: Passages to draw from.
+        head: Tokens that every prompt begins with.
+        num_requests: How many are served.
+        tenants: How many tenants they are of.
+        capacities: Tokens that the ideal cache holds, and those of the host tier if there is one.
+    """
+    capacity, host_capacity = capacities
     alone_s = time_alone(running["stock"], library, head)
     requests = draw_requests(library, num_requests, tenants)
     for engine in running.values():
@@ -134,10 +144,13 @@ def compare(
             served[mode] += part
             uses[mode] += [] if use is None else [use]
     ideal = ideal_shares(requests, capacity)
+    ideals = {"share": by_slice(ideal, size), "second_half": half_mean(ideal)}
+    if host_capacity is not None:
+        ideals["as_large_as_host"] = half_mean(ideal_shares(requests, host_capacity))
     return {
         "passages": len(library),
         "cpu_s_of_a_prompt": alone_s,
-        "ideal": {"share": by_slice(ideal, size), "second_half": half_mean(ideal)},
+        "ideal": ideals,
         "found": {
             mode: {
                 **figures(served[mode], served["stock"], ideal, size),
@@ -233,21 +246,17 @@ def main() -> int:
     pool = POOL_PROMPTS * (len(head) + PASSAGES * PASSAGE_TOKENS + QUESTION_TOKENS)
     origin = origin_of_script()
     kept = []
-    capacity = UNLIMITED if args.host_tier else pool
+    capacities = (UNLIMITED, round(args.host_tier * pool)) if args.host_tier else (pool, None)
     with engines(material.model, pool, args.host_tier) as running:
         for size in args.libraries:
             library = make_library(tokenizer, round(size * pool))
             for tenants in args.tenants:
-                found = compare(running, library, head, args.requests, (tenants, capacity))
+                found = compare(running, library, head, args.requests, tenants, capacities)
                 found |= {"library_in_pools": size, "tenants": tenants, "pool_tokens": pool}
                 name = f"library {size:g}, tenants {tenants}, requests {args.requests}"
                 name += ", slim" if args.slim else ""
                 name += f", host tier {args.host_tier:g}" if args.host_tier else ""
                 found |= {"requests": args.requests, "slim": args.slim, "host_tier": args.host_tier}
-                if args.host_tier:
-                    requests = draw_requests(library, args.requests, tenants)
-                    limited = ideal_shares(requests, round(args.host_tier * pool))
-                    found["ideal"]["as_large_as_host"] = half_mean(limited)
                 write(args.json, name, {**origin, **found})
                 kept.append(show(name, found, HOST_TIER_BAR if args.host_tier else BAR))
     return int(not all(kept))

@@ -146,7 +146,7 @@ class HostTier:
                 keys.append(key)
                 chunks.append(Chunk(len(span), Place.HOST if key in on_host else place))
         num_plain = max(1, state.num_tokens - covered - sum(chunk.num_tokens for chunk in chunks))
-        choice = self._controller.choose(chunks, num_plain, ratio=state.ratio)
+        choice = self._controller.choose(chunks, num_plain, ratios=state.ratios)
         return {keys[index] for index in choice.loaded}, choice.ratio
 
     def _is_as_before(self, state: RequestState, lookup: Lookup, room: int) -> bool:

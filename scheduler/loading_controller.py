@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.tuning.links import LinkClock, LinkSpeed, TimedLoad, deadline_s, expected_end_s
-from sgl_blend.tuning.load_choice import MAX_RATIO, Choice, Ratios, choose
+from sgl_blend.tuning.load_choice import Choice, Ratios, choose
 from sgl_blend.tuning.loading import Chunk, Links, ModelTimes, Place, Prompt
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,14 @@ class LoadingController:
         self.token_bytes = token_bytes
 
     def choose(
-        self, chunks: Sequence[Chunk], num_plain: int, *, ratio: float, num_queued: int = 0
+        self, chunks: Sequence[Chunk], num_plain: int, *, ratios: Ratios, num_queued: int = 0
     ) -> Choice:
         """Choose the chunks to load; all ranks must ask together.
 
         Args:
             chunks: Of one request, in the order of the prompt.
             num_plain: Its other tokens that are computed.
-            ratio: The least ratio.
+            ratios: The least and the most of the reused tokens that may be recomputed.
             num_queued: Bytes that storage has been asked for before.
         """
         self._listen()
@@ -90,7 +90,7 @@ class LoadingController:
         host, storage = LinkSpeed(*agreed[:2]), LinkSpeed(*agreed[2:])
         links = Links(host, storage, num_queued / storage.bytes_per_s)
         prompt = Prompt(tuple(chunks), num_plain)
-        choice = choose(prompt, self._times, links, Ratios(ratio, max(ratio, MAX_RATIO)))
+        choice = choose(prompt, self._times, links, ratios)
         self._note(chunks, choice)
         return choice
 

@@ -21,6 +21,7 @@ from sgl_blend.radix_ext.namespaces import ModelFingerprint, is_chunk_of
 from sgl_blend.report import BlendReport
 from sgl_blend.scheduler.finder import Search
 from sgl_blend.scheduler.loaded_model import LoadedModel
+from sgl_blend.tuning.load_choice import MAX_RATIO, Ratios
 
 ATTRIBUTE = "sgl_blend"
 """Attribute of SGLang's Req that holds the state."""
@@ -172,9 +173,13 @@ class RequestState:
     @property
     def ratio_now(self) -> float:
         """Share of reused tokens to recompute if it is admitted now: more while something is loaded."""
-        if self.load_ratio is None or POLICIES[self.policy].fixed_ratio is not None:
-            return self.ratio
-        return max(self.ratio, self.load_ratio)
+        return self.ratio if self.load_ratio is None else max(self.ratio, self.load_ratio)
+
+    @property
+    def ratios(self) -> Ratios:
+        """Between which shares a load may choose: one where the policy has a ratio of its own."""
+        is_fixed = POLICIES[self.policy].fixed_ratio is not None
+        return Ratios(self.ratio, self.ratio if is_fixed else max(self.ratio, MAX_RATIO))
 
     def follow(self, tokens: array[int]) -> None:
         """Take the prompt as SGLang put it together: a session puts earlier turns before these tokens.

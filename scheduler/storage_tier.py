@@ -305,7 +305,7 @@ class StorageTier:
         queued = sum(one.num_tokens for each in self._arrivals.values() for one in each.coming)
         queued_bytes = round(queued * token_bytes * self._least_share)
         choice = self._controller.choose(
-            chunks, max(1, rest), ratio=state.ratio, num_queued=queued_bytes
+            chunks, max(1, rest), ratios=state.ratios, num_queued=queued_bytes
         )
         keys = tuple(
             wanted[index][0] for index in choice.loaded if chunks[index].place is Place.STORAGE

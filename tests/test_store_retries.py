@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.scheduler.loading_controller import LoadingController
 from sgl_blend.tuning.links import LinkSpeed
+from sgl_blend.tuning.load_choice import Ratios
 from sgl_blend.tuning.loading import Chunk, ModelTimes, Place
 
 TOKEN_BYTES = 64 * 1024
@@ -36,7 +37,7 @@ class Server:
         """Answer a request; return how many chunks it read from the store."""
         num_bytes = TOKENS * TOKEN_BYTES
         chunks = [Chunk(TOKENS, place, num_bytes * (place is Place.STORAGE))] * NUM_CHUNKS
-        loaded = self._controller.choose(chunks, 100, ratio=0.15).loaded
+        loaded = self._controller.choose(chunks, 100, ratios=Ratios(0.15)).loaded
         if place is not Place.STORAGE:
             return 0
         for _ in loaded:
