@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -51,7 +50,7 @@ from sgl_blend.settings.config import BlendConfig
 from sgl_blend.settings.preset import PRESETS, check_architecture, load_profile, quality_of
 from sgl_blend.storage.codec.coder import Rotation as StoredRotation
 from sgl_blend.storage.codec.collector import COLLECT
-from sgl_blend.storage.codec.levels import check_levels, read_profile
+from sgl_blend.storage.codec.levels import read_levels
 from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.tuning.cost_model import CostModel
 from sgl_blend.tuning.links import TimedLoad, fit_speed
@@ -228,11 +227,7 @@ def _stored_levels(
         return None
     if tp_group.num_ranks > 1:
         raise UnsupportedError("--blend-store-profile is not supported with --tp-size yet")
-    profile = read_profile(Path(path))
-    if profile.is_blank and not config.blend_eval:
-        raise ConfigError(
-            f"--blend-store-profile {path} is empty: sgl-blend codec profile did not finish"
-        )
+    profile, names = read_levels(path, config.store_levels, may_be_blank=config.blend_eval)
     embedding = fusion.rotation.embedding
     rotation = StoredRotation(embedding.table.float().cpu(), embedding.neox)
     if profile.is_blank:
@@ -242,11 +237,6 @@ def _stored_levels(
         raise ConfigError(
             f"--blend-store-profile {path} was measured on other weights; "
             "run sgl-blend codec profile for this model"
-        )
-    names = check_levels(config.store_levels or tuple(profile.levels)[-1:], profile)
-    if not names:
-        raise ConfigError(
-            f"--blend-store-profile {path} has no level: none was within {profile.max_loss}"
         )
     return StoredLevels(names, profile, rotation)
 

@@ -19,6 +19,7 @@ from sgl_blend.engine.adapters import give_back_aborted, give_back_failed
 from sgl_blend.engine.compatibility import check_configuration, check_server_args
 from sgl_blend.engine.facts import (
     current_settings,
+    load_tokenizer,
     num_replicas,
     preferred_sampling,
     settings_of,
@@ -51,6 +52,7 @@ from sgl_blend.protocol.gate import RequestGate, check_preferred
 from sgl_blend.protocol.separator import find_separator
 from sgl_blend.scheduler import hooks
 from sgl_blend.settings.config import FORMER_NAMES, BlendConfig, add_flags, settings_from_flags
+from sgl_blend.storage.codec.levels import read_levels
 
 logger = logging.getLogger(__name__)
 
@@ -147,12 +149,25 @@ def _after_settings(result: None, server_args: ServerArgs, *args: Any, **kwargs:
         check_server_args(server_args)
         check_configuration(server_args, config.blend_check_layer)
         check_preferred(preferred_sampling(server_args), config)
-        if config.blend_store_key_file is not None:
-            _read_key(config.blend_store_key_file)  # a bad one is refused before a model is loaded
+        _check_what_is_named(config, server_args)
     except BlendError as err:
         if getattr(server_args, _FROM_FLAGS, False):
             raise SystemExit(f"error: {err}") from None
         raise
+
+
+def _check_what_is_named(config: BlendConfig, server_args: ServerArgs) -> None:
+    """Refuse a separator and files that cannot be used before a model is loaded for minutes."""
+    if config.blend_store_key_file is not None:
+        _read_key(config.blend_store_key_file)
+    if config.blend_store_profile is not None:
+        read_levels(config.blend_store_profile, config.store_levels, may_be_blank=config.blend_eval)
+    if config.blend_separator is not None:
+        try:
+            tokenizer = load_tokenizer(server_args)
+        except (OSError, ValueError):
+            return  # SGLang says itself what is wrong with it
+        find_separator(tokenizer, config.blend_separator)
 
 
 # --- the tokenizer process ----------------------------------------------------------------------

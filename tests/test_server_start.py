@@ -14,6 +14,7 @@ from forked import run_forked, run_program
 from harness import Engine
 from programs import run_program as run_for_real
 from servers import SERVER_FLAGS, Server, rag_text, start_server, stop
+from test_presets import PROFILE
 from tiny_models import make_model, make_text_model
 
 from sgl_blend.commands.common.cpu import CPU_SETTINGS
@@ -72,6 +73,14 @@ REFUSED = {
     "store without a key": (
         ["--enable-blend", "--blend-store-key-file", "/nowhere/key"],
         "/nowhere/key: No such file",
+    ),
+    "separator": (
+        ["--enable-blend", "--blend-separator", "#"],
+        "blend_separator '#' is not a special token of the vocabulary; it has ",
+    ),
+    "no codec profile": (
+        ["--enable-blend", "--blend-store-profile", "/nowhere/profile"],
+        "--blend-store-profile /nowhere/profile: No such file",
     ),
     "pipeline": (["--enable-blend", "--pp-size", "2"], "--pp-size is not supported"),
     "preferred parameters": (
@@ -155,13 +164,20 @@ def test_a_model_that_is_not_served_is_refused_before_it_is_loaded(
     assert "Traceback" not in said
 
 
-def test_a_server_that_cannot_blend_does_not_start(model: Path) -> None:
+def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "other.json")
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
-    flags = ["--enable-blend", "--blend-separator", "#", "--port", str(reserve_port())]
+    flags = [
+        "--enable-blend",
+        "--blend-preset",
+        str(tmp_path / "other.json"),
+        "--port",
+        str(reserve_port()),
+    ]
     # Exactly as a user does, in the repository's root: its folders must not shadow packages.
     done = run_for_real([*command, *flags, *SERVER_FLAGS], Path(__file__).parents[1])
     assert done.returncode != 0
-    assert "is not a special token" in done.stdout + done.stderr
+    assert "was made for another model" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

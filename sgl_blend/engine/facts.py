@@ -89,6 +89,24 @@ def preferred_sampling(args: ServerArgs) -> object:
     return preferred
 
 
+def load_tokenizer(args: ServerArgs) -> Any:
+    """Load the tokenizer of a server that is about to start, of transformers; None if it has none.
+
+    Raises:
+        OSError, ValueError: It cannot be loaded; SGLang will say so itself.
+    """
+    if args.skip_tokenizer_init:
+        return None
+    from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+    return get_tokenizer(
+        args.tokenizer_path or args.model_path,
+        tokenizer_mode=args.tokenizer_mode,
+        trust_remote_code=args.trust_remote_code,
+        revision=args.revision,
+    )
+
+
 def num_replicas(args: ServerArgs) -> int:
     """Return how many data-parallel schedulers a server has."""
     return args.dp_size

@@ -246,6 +246,11 @@ class ServerArgs(Protocol):
     """The settings of a server."""
 
     model_path: str
+    tokenizer_path: str | None
+    tokenizer_mode: str
+    skip_tokenizer_init: bool
+    trust_remote_code: bool
+    revision: str | None
     quantization: Any
     enable_metrics: bool
     served_model_name: str

@@ -201,6 +201,37 @@ def read_profile(path: Path) -> CodecProfile:
     return profile
 
 
+def read_levels(
+    path: str, names: Sequence[str], *, may_be_blank: bool
+) -> tuple[CodecProfile, tuple[str, ...]]:
+    """Read what --blend-store-profile and --blend-store-levels ask for.
+
+    Args:
+        path: Of the profile.
+        names: Of levels; none for the coarsest of the profile.
+        may_be_blank: Whether the profile may be one that is to be made.
+
+    Returns:
+        The profile, and the levels from the finest to the coarsest; none of a blank profile.
+
+    Raises:
+        ConfigError: The profile cannot be used, or it has no such level.
+    """
+    profile = read_profile(Path(path))
+    if profile.is_blank:
+        if not may_be_blank:
+            raise ConfigError(
+                f"--blend-store-profile {path} is empty: sgl-blend codec profile did not finish"
+            )
+        return profile, ()
+    chosen = check_levels(names or tuple(profile.levels)[-1:], profile)
+    if not chosen:
+        raise ConfigError(
+            f"--blend-store-profile {path} has no level: none was within {profile.max_loss}"
+        )
+    return profile, chosen
+
+
 def blank_profile() -> CodecProfile:
     """Return a profile by which a server collects pages, for one that is to be made."""
     return CodecProfile(PROFILE_VERSION, "", 0, 0, 0, "", 0, 0.0, int(Entropy.ZSTD), [], {})
