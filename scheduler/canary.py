@@ -29,6 +29,7 @@ from sgl_blend.engine.requests import has_finished, holds_kv, prompt_ids, rid_of
 from sgl_blend.engine.rounds import leave_queue, put_first
 from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.metrics import CanaryMetrics
+from sgl_blend.protocol.request import Overrides
 from sgl_blend.radix_ext.chunk_store import ChunkStore
 from sgl_blend.scheduler.internal_requests import AddReq, new_internal_request, secret_rid_prefix
 from sgl_blend.scheduler.request_state import RequestState
@@ -120,8 +121,8 @@ class _Offer:
 class Canary:
     """Picks blended requests, prefills them in full and switches blending off if they differ.
 
-    Owned by the scheduler thread. Every picked request is compared or counted as skipped in the end.
-    A pending shadow holds no memory of the pool, so dropping it is always safe.
+    Every picked request is compared or counted as skipped in the end. A pending shadow holds no memory
+    of the pool, so dropping it is always safe.
 
     Args:
         scheduler: SGLang's Scheduler.
@@ -131,7 +132,8 @@ class Canary:
         metrics: Where comparisons are counted.
         tp_group: Whose first rank's comparison counts.
         adapters: A shadow whose adapter is gone has nothing to be compared with.
-        rate: Share of the blended requests to pick, in (0, 1].
+        own: The server's settings. Who asks for others has chosen the quality of that request alone.
+        rate: Share of such requests to pick, in (0, 1].
         max_kl: Largest mean KL at which blending goes on, in nats.
     """
 
@@ -145,6 +147,7 @@ class Canary:
         adapters: Adapters,
         *,
         step_tokens: int,
+        own: Overrides,
         rate: float,
         max_kl: float,
     ) -> None:
@@ -154,6 +157,7 @@ class Canary:
         self._switch = switch
         self._metrics = metrics
         self._tp_group = tp_group
+        self._own = own.policy, own.ratio
         self._rate = Fraction(str(rate))  # 0.1 ten times is 1, which floats would miss
         self._max_kl = max_kl
         self._due = Fraction(0)
@@ -182,15 +186,16 @@ class Canary:
     def consider(self, req: Req, state: RequestState, *, salt: str | None) -> None:
         """Pick a blended request whose last prefill step was admitted, if its turn has come.
 
-        Turns are counted, not drawn: at rate 0.25 every fourth request that reuses a chunk's KV
-        is picked.
+        Turns are counted, not drawn: at rate 0.25 every fourth request is picked that reuses a chunk's
+        KV by the server's own settings.
 
         Args:
             req: The request.
             state: Its state.
             salt: Namespace in which it would be prefilled in full.
         """
-        if not self._switch.is_on or state.report.reused_tokens == 0:
+        is_own = (state.policy, state.ratio) == self._own
+        if not self._switch.is_on or not is_own or state.report.reused_tokens == 0:
             return
         self._due += self._rate
         if self._due < 1:
@@ -296,11 +301,7 @@ class Canary:
         return continue_verdict()
 
     def withdraw(self, now: Round) -> bool:
-        """Take back what offer() put into the waiting queue, unless it was admitted.
-
-        Returns:
-            Whether it was.
-        """
+        """Take back what offer() put into the waiting queue; return whether it was admitted instead."""
         if self._offer is None:
             return False
         offer, self._offer = self._offer, None

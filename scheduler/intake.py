@@ -104,7 +104,7 @@ class Intake:
                 if overrides.offsets is None and self._separator_id is not None:
                     take_out(received, self._separator_id)
                 num_tokens = len(received_ids(received) or ())
-                return self._plain(received, num_tokens, FallbackReason.MULTIMODAL)
+                return self._plain(received, num_tokens, FallbackReason.MULTIMODAL, overrides)
             prompt = locate_chunks(token_ids, overrides.offsets, self._separator_id)
         except RequestError:
             # The tokenizer process answers these with 400. A request that came another way is
@@ -123,7 +123,7 @@ class Intake:
         if reason is None and not self._switch.is_on:
             reason = FallbackReason.CANARY
         if reason is not None:
-            return self._plain(received, len(prompt.token_ids), reason)
+            return self._plain(received, len(prompt.token_ids), reason, overrides)
         home = self._home(received, self._build_prefix(prompt))
         return self._blended(received, prompt, spans, overrides, home)
 
@@ -180,8 +180,8 @@ class Intake:
         if spans:
             state = self._blended(received, prompt, spans, overrides, search.home)
         else:
-            state = self._plain(received, search.num_tokens, FallbackReason.NO_CHUNKS)
-            state.policy, state.ratio = overrides.policy, overrides.ratio
+            reason = FallbackReason.NO_CHUNKS
+            state = self._plain(received, search.num_tokens, reason, overrides)
             self._follow_namespace(finder, received, state, prompt.token_ids)
         state.search = search
         numbers = {span.start: number for number, span in enumerate(spans)}
@@ -251,14 +251,22 @@ class Intake:
         repeats = _NUM_SINKS if kind == "sinks" else 1
         return array(typecode, [self._bos_token_id] * repeats).tobytes()
 
-    def _plain(self, received: Received, num_tokens: int, reason: FallbackReason) -> RequestState:
+    def _plain(
+        self,
+        received: Received,
+        num_tokens: int,
+        reason: FallbackReason,
+        overrides: Overrides | None = None,
+    ) -> RequestState:
+        """Return the state of a request that reuses nothing; without overrides by the server's own."""
+        asked = parse_overrides(None, self._config) if overrides is None else overrides
         return RequestState(
             num_tokens=num_tokens,
             spans=(),
             keys=(),
             client_salt=salt_of(received),
-            policy=self._config.blend_policy,
-            ratio=self._config.blend_recompute_ratio,
+            policy=asked.policy,
+            ratio=asked.ratio,
             fallback=reason,
         )
 

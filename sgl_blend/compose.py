@@ -25,6 +25,7 @@ from sgl_blend.engine.tp_group import TPGroup, this_group
 from sgl_blend.engine.weights import weights_digest
 from sgl_blend.errors import ConfigError, UnsupportedError
 from sgl_blend.metrics import BlendMetrics, CanaryMetrics, FindingMetrics, StorageMetrics
+from sgl_blend.protocol.request import parse_overrides
 from sgl_blend.protocol.separator import Separator, find_separator, seam_warning
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.fair_share import FairShare
@@ -132,6 +133,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             tp_group,
             adapters,
             step_tokens=builder.step_tokens,
+            own=parse_overrides(None, config),
             rate=config.blend_canary_rate,
             max_kl=config.blend_canary_max_kl,
         )

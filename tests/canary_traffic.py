@@ -10,7 +10,10 @@ from harness import Answer, Driver, Prompt, rag_prompt
 PAIRS = [(a, b) for a in range(1, 8) for b in range(a)]
 """Chunks of prompts no two of which begin alike further than after their first chunk."""
 
-NEVER_TRIPS: dict[str, float] = {"blend_canary_rate": 1.0, "blend_canary_max_kl": 1000.0}
+OWN = {"blend_recompute_ratio": 0.0}
+"""Settings of the server: what is asked by them is compared."""
+
+NEVER_TRIPS = {**OWN, "blend_canary_rate": 1.0, "blend_canary_max_kl": 1000.0}
 
 
 def rag(*numbers: int, ratio: float = 0.0, **rest: Any) -> Prompt:

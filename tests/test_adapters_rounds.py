@@ -134,8 +134,6 @@ def _unload_with_shadows(driver: Driver, path: str) -> dict[str, Any]:
         rag_prompt(SYSTEM, [CHUNKS[i] for i in order], QUESTION, adapter=old)
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (2, 0, 1), (1, 0, 2))
     ]
-    for prompt in prompts:
-        prompt.params = {"sgl_blend_ratio": 0.95}
     driver.ask(prompts[0])
     driver.settle()
     reqs = [driver.submit(prompt) for prompt in prompts[1:]]
@@ -158,6 +156,7 @@ def test_nothing_is_compared_with_the_base_model_when_an_adapter_is_gone(
         start_engine,
         adapters,
         blend_on_miss="compute",
+        blend_recompute_ratio=0.95,
         blend_canary_rate=1.0,
         max_loaded_loras=8,
     )

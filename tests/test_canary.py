@@ -13,6 +13,7 @@ import pytest
 import torch
 from canary_traffic import (
     NEVER_TRIPS,
+    OWN,
     PAIRS,
     ask_in_turn,
     begin,
@@ -56,7 +57,7 @@ def test_without_a_rate_there_is_no_canary_and_no_batch_of_its_own(
 
 
 def test_the_rate_is_kept_exactly(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_canary_rate=0.1, blend_canary_max_kl=1000.0)
+    engine = start_engine(**OWN, blend_canary_rate=0.1, blend_canary_max_kl=1000.0)
 
     answers, counted = engine.call(ask_in_turn, [rag(*pair) for pair in PAIRS[:20]])
 
@@ -76,6 +77,20 @@ def test_requests_that_reuse_nothing_are_not_compared(start_engine: StartEngine)
 
     assert all(answer.report["reused_tokens"] == 0 for answer in answers)
     assert counted == (0, 0)
+
+
+def test_requests_with_settings_of_their_own_are_not_compared(start_engine: StartEngine) -> None:
+    engine = start_engine(**NEVER_TRIPS)
+    asked = [{"sgl_blend_policy": "none"}, {"sgl_blend_ratio": 0.1}, {"sgl_blend_ratio": 0.0}, {}]
+    prompts = [
+        rag_prompt(SYSTEM, [CHUNKS[i] for i in pair], QUESTION, params=params)
+        for pair, params in zip(PAIRS[:4], asked, strict=True)
+    ]
+
+    answers, counted = engine.call(ask_in_turn, prompts)
+
+    assert all(answer.report["reused_tokens"] > 0 for answer in answers)
+    assert counted == (2, 0)
 
 
 def _ask_at_once(driver: Driver, prompts: list[Prompt]) -> tuple[int, int]:
@@ -104,12 +119,15 @@ def _blended_and_full(
     return blended, full, figures
 
 
-@pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 64, "page_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    ("ratio", "settings"), [(0.0, {}), (0.15, {"chunked_prefill_size": 64, "page_size": 16})]
+)
 def test_the_kl_is_that_of_the_two_answers(
-    start_engine: StartEngine, settings: dict[str, int]
+    start_engine: StartEngine, ratio: float, settings: dict[str, int]
 ) -> None:
-    engine = start_engine(blend_canary_rate=1.0, blend_canary_max_kl=999.0, **settings)
-    prompts = [rag(3, 0, 5, 1), rag(2, 6, 4, ratio=0.15), rag(7, 3, 1, ratio=0.5)]
+    own = {"blend_recompute_ratio": ratio, "blend_canary_max_kl": 999.0}
+    engine = start_engine(**own, blend_canary_rate=1.0, **settings)
+    prompts = [rag(*chunks, ratio=ratio) for chunks in ((3, 0, 5, 1), (2, 6, 4), (7, 3, 1))]
 
     blended, full, figures = engine.call(_blended_and_full, prompts)
 
@@ -189,7 +207,11 @@ def test_blending_switches_itself_off_and_says_so(
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     engine = start_engine(
-        blend_canary_rate=0.5, blend_canary_max_kl=1e-6, enable_metrics=True, served_model_name="m"
+        **OWN,
+        blend_canary_rate=0.5,
+        blend_canary_max_kl=1e-6,
+        enable_metrics=True,
+        served_model_name="m",
     )
 
     seen = engine.call(_serve_until_it_trips, 16)
@@ -250,6 +272,6 @@ def _trip_with_work_pending(driver: Driver) -> tuple[int, int]:
 
 
 def test_nothing_is_built_once_blending_is_off(start_engine: StartEngine) -> None:
-    engine = start_engine(blend_canary_rate=1.0, blend_canary_max_kl=2e-6)
+    engine = start_engine(**OWN, blend_canary_rate=1.0, blend_canary_max_kl=2e-6)
     before, after = engine.call(_trip_with_work_pending)
     assert before == after

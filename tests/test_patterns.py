@@ -9,6 +9,8 @@ from harness import Driver, Prompt, largest_difference, random_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sgl_blend.policies import POLICIES
+
 __all__ = ["model_folder", "start_engine"]  # fixtures
 
 pytestmark = pytest.mark.engine
@@ -82,6 +84,9 @@ def _run_case(driver: Driver, batches: list[list[Request]]) -> None:
         answers = driver.ask(*prompts)
         for request, prompt, answer in zip(batch, prompts, answers, strict=True):
             check_report(answer.report, len(prompt.tokens))
+            own = POLICIES[request.policy].fixed_ratio
+            assert answer.report["policy"] == request.policy, answer.report
+            assert answer.report["ratio"] == (request.ratio if own is None else own), answer.report
             keeps_none = request.policy in ("none", "block")
             exact = request.policy == "all" or (request.ratio == 1.0 and not keeps_none)
             if exact:

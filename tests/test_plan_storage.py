@@ -147,6 +147,10 @@ WRONG_TIERS: dict[str, tuple[str, str]] = {
     "bandwidth": (json.dumps([{**LINES[0], "gb_per_s": 0}]), "> 0.0 - at `$[0].gb_per_s`"),
     "latency": (json.dumps([{**LINES[0], "latency_ms": -1}]), ">= 0.0 - at `$[0].latency_ms`"),
     "price": (json.dumps([{**LINES[0], "usd_per_gb_month": -1}]), "at `$[0].usd_per_gb_month`"),
+    "absurd price": (
+        json.dumps([{**LINES[0], "usd_per_gb_month": 1e308}]),
+        "at `$[0].usd_per_gb_month`",
+    ),
     "capacity": (json.dumps([LINES[0], {**LINES[1], "capacity_gb": 0}]), "`$[1].capacity_gb`"),
     "servers": (json.dumps([{**LINES[0], "servers": 0}]), "at `$[0].servers`"),
     "name": (json.dumps([{**LINES[0], "name": ""}]), "at `$[0].name`"),

@@ -7,8 +7,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,36 @@ def test_garbage_and_absurd_lengths_are_misses(tmp_path: Path) -> None:
     ):
         _is_noticed(storage, pool, path, damaged)
     assert faults_of(storage) == {"corrupt": 6}
+
+
+def _make_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "letter").write_text("somebody's")
+
+
+NO_FILES: dict[str, Callable[[Path], None]] = {
+    "pipe": os.mkfifo,
+    "folder": _make_folder,
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "link to a folder": lambda path: path.symlink_to(path.parent),
+}
+
+
+@pytest.mark.parametrize("kind", NO_FILES)
+def test_what_is_no_file_is_a_miss_and_goes(tmp_path: Path, kind: str) -> None:
+    pool = make_host_pool()
+    storage = file_storage(tmp_path, pool)
+    path, _ = _one_object(tmp_path, pool, storage)
+    for _ in range(6):  # more than there are threads
+        path.unlink()
+        NO_FILES[kind](path)
+        assert load(storage, pool, hashes(1)) == 0
+        assert not path.exists()
+        assert save(storage, pool, hashes(1))
+        assert load(storage, pool, hashes(1)) == 1
+    assert faults_of(storage) == {"corrupt": 6}
+    letters = [kept.read_text() for kept in tmp_path.glob("*/letter")]
+    assert letters == ["somebody's"] * 6 * (kind == "folder")
 
 
 def test_an_object_of_another_version_stays(tmp_path: Path) -> None:
@@ -273,30 +303,34 @@ def test_every_exception_of_a_backend_is_a_miss_or_a_failed_write(
     assert load(storage, pool, keys) == PAGES
 
 
-def _hang(path: Path) -> None:
-    """Put a FIFO where an object is: whoever opens it waits."""
-    path.unlink()
-    os.mkfifo(path)
+def _hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let all reads wait until somebody sets the event that is returned."""
+    stock, may_go_on = HiCacheFile.get, threading.Event()
+
+    def hanging(self: Any, *args: Any) -> Any:
+        may_go_on.wait()
+        return stock(self, *args)
+
+    monkeypatch.setattr(HiCacheFile, "get", hanging)
+    return may_go_on
 
 
-def _let_go(calls: GuardedCalls, path: Path, data: bytes) -> None:
-    """Let all who wait at a FIFO read these bytes."""
+def _let_go(calls: GuardedCalls, may_go_on: threading.Event) -> None:
+    """Let all reads go on, and wait until they have ended."""
+    may_go_on.set()
     while calls.num_unfinished:
-        with suppress(OSError):  # nobody waits at this moment
-            file = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
-            with suppress(OSError):
-                os.write(file, data)
-            os.close(file)
         time.sleep(0.01)
 
 
-def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(tmp_path: Path) -> None:
+def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = make_host_pool()
     calls = guarded(timeout_s=0.2)
     storage = file_storage(tmp_path, pool, calls=calls)
-    path, good = _one_object(tmp_path, pool, storage)
+    _one_object(tmp_path, pool, storage)
     threads = threading.active_count()
-    _hang(path)
+    hung = _hang(monkeypatch)
     target = pool.get_dummy_flat_data_page()
     began = time.monotonic()
     for _ in range(20):
@@ -307,24 +341,22 @@ def test_a_store_that_hangs_holds_nobody_up_and_its_late_answers_are_lost(tmp_pa
     faults = faults_of(storage)
     assert faults["timeout"] + faults.get("busy", 0) == 5
     assert faults["open"] == 15
-    _let_go(calls, path, good)
+    _let_go(calls, hung)
     time.sleep(0.05)
     assert not target.view(torch.uint8).any()
     assert storage.counters.snapshot()["hits"] == 0
 
 
-def test_a_store_that_hung_is_used_again(tmp_path: Path) -> None:
+def test_a_store_that_hung_is_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     pool = make_host_pool()
     calls = guarded(timeout_s=0.2, clock=lambda: now[0])
     storage = file_storage(tmp_path, pool, calls=calls)
-    path, good = _one_object(tmp_path, pool, storage)
-    _hang(path)
+    _one_object(tmp_path, pool, storage)
+    hung = _hang(monkeypatch)
     for _ in range(6):
         assert load(storage, pool, hashes(1)) == 0
-    _let_go(calls, path, good)
-    path.unlink()
-    path.write_bytes(good)
+    _let_go(calls, hung)
     assert load(storage, pool, hashes(1)) == 0
     now[0] += 1
     assert load(storage, pool, hashes(1)) == 1

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import socket
+import stat
 import time
 import urllib.error
 import urllib.request
@@ -83,11 +84,13 @@ class FileStore:
     def read(self, name: str) -> ReadObject:
         """Return what a file holds."""
         try:
-            size = os.stat(self._path(name)).st_size
+            found = os.stat(self._path(name))
         except FileNotFoundError:
             self._forget(name)
             return None
-        target = torch.empty(min(size, self._most + 1), dtype=torch.uint8)
+        if not stat.S_ISREG(found.st_mode):  # to open a pipe would take this thread for ever
+            return memoryview(b"")  # no object of ours
+        target = torch.empty(min(found.st_size, self._most + 1), dtype=torch.uint8)
         if self._inner.get(name, target) is None:
             return None
         return target.numpy().data
@@ -97,8 +100,12 @@ class FileStore:
         return bool(self._inner.set(name, torch.frombuffer(data, dtype=torch.uint8)))
 
     def remove(self, name: str) -> None:
-        """Remove a file."""
-        Path(self._path(name)).unlink(missing_ok=True)
+        """Remove a file; move aside a folder that stands in its place."""
+        path = Path(self._path(name))
+        try:
+            path.unlink(missing_ok=True)
+        except IsADirectoryError:
+            path.rename(f"{path}.{time.time_ns()}.aside")
         self._forget(name)
 
     def clear(self) -> None:

@@ -223,11 +223,13 @@ class BlendPlan:
         """Return how far a step from start may go, at most to stop.
 
         At most max_rows rows of the step enter the first layer, or the step is no longer than that.
+        Where budgets snap to row sizes, a longer step can enter with a few rows fewer. Then the step
+        may end a little before the farthest place.
         """
         low, high = min(start + max_rows, stop), stop + 1
         if self._num_entering(start, stop) <= max_rows:
             return stop
-        while high - low > 1:  # a longer step never enters with fewer rows
+        while high - low > 1:
             middle = (low + high) // 2
             if self._num_entering(start, middle) <= max_rows:
                 low = middle

@@ -154,17 +154,21 @@ def by_score(scores: torch.Tensor | None, chunk_lengths: list[int], budget: int)
 
 def budget_of(policy: Policy, ratio: float, num_reused: int) -> int:
     """Return how many of num_reused tokens are recomputed: the ratio's share, rounded up."""
-    share = (ratio if policy.fixed_ratio is None else policy.fixed_ratio) * num_reused
-    # 0.15 * 20 is 3.0000000000000004 for some ratios; rounding that up would be a token too many.
-    return min(num_reused, math.ceil(share - 1e-9))
+    return _share_of(num_reused, ratio if policy.fixed_ratio is None else policy.fixed_ratio)
+
+
+def _share_of(count: int, share: float) -> int:
+    """Return a share of so many, rounded up."""
+    # 0.15 * 20 is 3.0000000000000004 for some shares; rounding that up would be one too many.
+    return min(count, math.ceil(share * count * (1 - 1e-12)))
 
 
 def early_of(policy: Policy, ratio: float, num_remembered: int) -> int:
     """Return how many tokens with a memory, of so many, pass the layers up to the check layer."""
     if policy.early_share is None:
         return num_remembered
-    early = math.ceil(policy.early_share * num_remembered - 1e-9)
-    return min(num_remembered, max(early, budget_of(policy, ratio, num_remembered)))
+    early = _share_of(num_remembered, policy.early_share)
+    return max(early, budget_of(policy, ratio, num_remembered))
 
 
 def schedule_of(policy: Policy, ratio: float, num_reused: int, num_layers: int) -> list[int]:

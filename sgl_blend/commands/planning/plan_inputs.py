@@ -25,7 +25,7 @@ class TierLine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: Annotated[str, msgspec.Meta(min_length=1)]
     gb_per_s: _Positive
     latency_ms: Annotated[float, msgspec.Meta(ge=0)]
-    usd_per_gb_month: Annotated[float, msgspec.Meta(ge=0)]
+    usd_per_gb_month: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
     capacity_gb: _Positive | None = None
     servers: Annotated[int, msgspec.Meta(ge=1)] = 1
     loads_at_once: Annotated[float, msgspec.Meta(ge=1)] | None = None
