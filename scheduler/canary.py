@@ -157,7 +157,7 @@ class Canary:
         self._switch = switch
         self._metrics = metrics
         self._tp_group = tp_group
-        self._own = own.policy, own.ratio
+        self._own = own.policy, own.ratio, own.slo_s
         self._rate = Fraction(str(rate))  # 0.1 ten times is 1, which floats would miss
         self._max_kl = max_kl
         self._due = Fraction(0)
@@ -194,7 +194,7 @@ class Canary:
             state: Its state.
             salt: Namespace in which it would be prefilled in full.
         """
-        is_own = (state.policy, state.ratio) == self._own
+        is_own = (state.policy, state.ratio, state.slo_s) == self._own
         if not self._switch.is_on or not is_own or state.report.reused_tokens == 0:
             return
         self._due += self._rate

@@ -67,6 +67,7 @@ class Intake:
         bos_token_id: int | None,
         switch: BlendSwitch,
         longest: int,
+        page_size: int,
         finder: Finder | None = None,
         pretends: Callable[[Received], bool] = lambda received: False,
     ) -> None:
@@ -78,6 +79,7 @@ class Intake:
         self._bos_token_id = bos_token_id
         self._switch = switch
         self._longest = longest
+        self._page_size = page_size
         self._serials = itertools.count()
 
     def read(self, received: Received) -> RequestState:
@@ -128,9 +130,14 @@ class Intake:
         return self._blended(received, prompt, spans, overrides, home)
 
     def _reusable(self, prompt: ChunkedPrompt, prefix: bytes) -> tuple[Span, ...]:
-        """Return the chunks that are long enough to be reused, and short enough to be built."""
-        most = self._longest - len(prefix) // prompt.token_ids.itemsize
-        least = self._config.blend_min_chunk_tokens
+        """Return the chunks that are long enough to be reused, and short enough to be built.
+
+        Of one that fills no page after its build prefix nothing can be stored: it is text.
+        """
+        before = len(prefix) // prompt.token_ids.itemsize
+        fills_a_page = self._page_size - before % self._page_size
+        least = max(self._config.blend_min_chunk_tokens, fills_a_page)
+        most = self._longest - before
         return tuple(span for span in prompt.spans if least <= len(span) <= most)
 
     def _home(self, received: Received, prefix: bytes) -> ChunkKey:
@@ -227,7 +234,7 @@ class Intake:
             client_salt=client_salt,
             policy=overrides.policy,
             ratio=overrides.ratio,
-            slo_s=None if overrides.slo_ms is None else overrides.slo_ms / 1000,
+            slo_s=overrides.slo_s,
             serial=next(self._serials) if self._config.blend_on_miss == "build" else None,
             model=self._model.fingerprint,
         )

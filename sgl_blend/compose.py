@@ -121,7 +121,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
     }
     switch, canary = BlendSwitch(), None
     pieces = Pieces(scheduler, store, model, tp_group, num_layers=fusion.fusor.layers.total)
-    learner = make_learner(config, finding, partial(make_builder, "learn"), on_built)
+    learner = make_learner(config, facts, finding, partial(make_builder, "learn"), on_built)
     learned = [] if learner is None else [learner.builder]
     jobs: list[BackgroundJob] = [pieces, builder, *learned, prober]
     if config.blend_canary_rate > 0:
@@ -163,6 +163,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
             bos_token_id=facts.bos_token_id,
             switch=switch,
             longest=longest,
+            page_size=facts.page_size,
             finder=finder,
             pretends=adapters.pretends,
         ),

@@ -10,7 +10,7 @@ from sgl_blend.engine.tp_group import TPGroup
 from sgl_blend.finding.borders import Borders
 from sgl_blend.finding.fingerprints import WindowHash
 from sgl_blend.finding.heads import Heads
-from sgl_blend.finding.lessons import Lessons
+from sgl_blend.finding.lessons import SHORTEST, Lessons
 from sgl_blend.finding.sightings import Sightings
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.start_index import StartIndex
@@ -62,6 +62,7 @@ def make_finding(
 
 def make_learner(
     config: BlendConfig,
+    facts: ServerFacts,
     finding: Finding | None,
     make_builder: Callable[[Sequence[Callable[[ChunkKey], None]]], ChunkBuilder],
     on_built: Sequence[Callable[[ChunkKey], None]],
@@ -70,6 +71,7 @@ def make_learner(
 
     Args:
         config: The server's settings.
+        facts: What it serves.
         finding: What finds them.
         make_builder: Makes what builds them, from what it tells of every chunk that is stored.
         on_built: What is to be told.
@@ -79,7 +81,7 @@ def make_learner(
     told = [*on_built]
     learner = Learner(
         Sightings(finding.windows, _LOG_MEGABYTES),
-        Lessons(),
+        Lessons(least=max(SHORTEST, facts.page_size)),
         finding.borders,
         make_builder(told),
         finding.finder,

@@ -95,3 +95,30 @@ def test_a_tight_pool_answers_alike_whatever_was_remembered(
     (cold, warm), difference = engine.call(_after_smaller_requests, "funnel")
     assert cold == warm
     assert difference < 1e-4
+
+
+PAGE = 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "shortest"),
+    [
+        ({"blend_on_miss": "build"}, PAGE - len(SYSTEM)),
+        ({"blend_on_miss": "compute"}, PAGE - len(SYSTEM)),
+        ({"blend_preset": "block"}, PAGE),
+    ],
+    ids=str,
+)
+def test_a_chunk_that_fills_no_page_is_text(
+    start_engine: StartEngine, settings: dict[str, str], shortest: int
+) -> None:
+    engine = start_engine(**settings, page_size=PAGE, blend_min_chunk_tokens=1)
+    engine.flush()
+    for tokens, num_chunks in ((shortest - 1, 1), (shortest, 2)):
+        chunks = [random_tokens(990, 150), random_tokens(991, tokens)]
+        engine.ask(rag_prompt(SYSTEM, chunks, QUESTION))
+        engine.settle()
+        report = engine.ask(rag_prompt(SYSTEM, chunks[::-1], QUESTION))[0].report
+        assert report["fallback"] is None
+        assert (report["chunk_hits"], report["chunk_misses"]) == (num_chunks, 0)
+        assert report["reused_tokens"] > 0

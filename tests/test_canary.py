@@ -81,10 +81,11 @@ def test_requests_that_reuse_nothing_are_not_compared(start_engine: StartEngine)
 
 def test_requests_with_settings_of_their_own_are_not_compared(start_engine: StartEngine) -> None:
     engine = start_engine(**NEVER_TRIPS)
-    asked = [{"sgl_blend_policy": "none"}, {"sgl_blend_ratio": 0.1}, {"sgl_blend_ratio": 0.0}, {}]
+    others = [{"sgl_blend_policy": "none"}, {"sgl_blend_ratio": 0.1}, {"sgl_blend_slo_ms": 5}]
+    asked = [*others, {"sgl_blend_ratio": 0.0}, {}]
     prompts = [
         rag_prompt(SYSTEM, [CHUNKS[i] for i in pair], QUESTION, params=params)
-        for pair, params in zip(PAIRS[:4], asked, strict=True)
+        for pair, params in zip(PAIRS[:5], asked, strict=True)
     ]
 
     answers, counted = engine.call(ask_in_turn, prompts)

@@ -201,7 +201,13 @@ def test_no_client_names_a_namespace_of_ours(name: str) -> None:
 def test_behind_the_gate_a_name_of_ours_is_served_in_full() -> None:
     model = LoadedModel("m", lambda: "0" * 32, CONFIG, TPGroup(), quality="")
     intake = Intake(
-        CONFIG, model, separator_id=SEP, bos_token_id=1, switch=BlendSwitch(), longest=10_000
+        CONFIG,
+        model,
+        separator_id=SEP,
+        bos_token_id=1,
+        switch=BlendSwitch(),
+        longest=10_000,
+        page_size=1,
     )
     request = tokenized([20, SEP, *range(30, 80), SEP, 21], extra_key="sgl-blend:c:0123:")
     assert intake.read(request).fallback is FallbackReason.MALFORMED

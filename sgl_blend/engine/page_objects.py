@@ -199,9 +199,15 @@ class PageObjects:
         self.counters.fault(why)
         if why in (Fault.CORRUPT, Fault.MISMATCH):
             # Or it would stay there: no backend writes over what it has.
-            logger.warning("sgl-blend: stored object %s is removed: %s", name, why)
             gone = self._calls.call(lambda: self._store.get().remove(name))
-            self.counters.add("removed", int(not isinstance(gone, CallFault)))
+            stays = isinstance(gone, CallFault)
+            logger.warning(
+                "sgl-blend: stored object %s %s: %s",
+                name,
+                "could not be removed" if stays else "was removed",
+                why,
+            )
+            self.counters.add("removed", int(not stays))
 
     def _suspect(self, labels: Sequence[PageLabel]) -> None:
         """Look at pages once more before they are left as they are: what came before them is faulty."""

@@ -80,6 +80,10 @@ class Lesson:
     new: list[NewText]
 
 
+SHORTEST = 64
+"""Tokens of the shortest chunk that is learned, unless a page is longer."""
+
+
 class Lessons:
     """Chooses what to learn; owned by the scheduler thread.
 
@@ -89,7 +93,9 @@ class Lessons:
         roles: What is known of headers of messages; all is new by default.
     """
 
-    def __init__(self, *, least: int = 64, most: int = 1_024, roles: Roles | None = None) -> None:
+    def __init__(
+        self, *, least: int = SHORTEST, most: int = 1_024, roles: Roles | None = None
+    ) -> None:
         self._least = least
         self._most = most
         self._roles = Roles() if roles is None else roles

@@ -63,6 +63,11 @@ class Overrides:
     find: str = "marks"
     slo_ms: float | None = None
 
+    @property
+    def slo_s(self) -> float | None:
+        """In how many seconds the first token is wanted."""
+        return None if self.slo_ms is None else self.slo_ms / 1000
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkedPrompt:

@@ -39,7 +39,8 @@ _HELP = {
     "through the layers up to this one, so a later layer is slower and sees more. Layers count from 0.",
     "blend_separator": "Special token that marks chunks in a prompt. By default the server "
     "picks one that the model does not use, logs it at start and shows it in /server_info.",
-    "blend_min_chunk_tokens": "Chunks of fewer tokens are computed like other text, never reused.",
+    "blend_min_chunk_tokens": "Chunks of fewer tokens are computed like other text, never reused. "
+    "So are chunks that fill no page of --page-size tokens.",
     "blend_on_miss": "What happens to a chunk that is not stored yet. compute: it is computed "
     "as a part of this prompt, and stored afterwards in the background. build: it is stored "
     "first, so an answer never depends on what the cache held.",
