@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 def _compared_after_an_update(driver: Driver, own: str, other: str) -> dict[str, float]:
     """Let the canary compare a blended answer where old KV of the same prompt is stored."""
     begin(driver)
-    wanted = rag(3, 1, 2, ratio=0.3)
+    wanted = rag(3, 1, 2)
     driver.ask(Prompt([wanted.tokens]))  # by the old weights
     driver.settle()
     with other_weights(driver, own, other):
@@ -51,7 +51,7 @@ def test_the_canary_compares_with_the_present_weights(
 def _picked_across_an_update(driver: Driver, own: str, other: str) -> tuple[int, int, int]:
     """Change the weights in the middle of a blended prefill."""
     before = begin(driver)
-    req = driver.submit(rag(4, 2, 5, 1, ratio=0.2))
+    req = driver.submit(rag(4, 2, 5, 1))
     driver.run_until(lambda: driver.scheduler.chunked_req is req)
     driver.run_until(lambda: driver.answer(req).report["reused_tokens"] > 0)
     with other_weights(driver, own, other):

@@ -245,7 +245,7 @@ def ask_for_a_shadow(server: LiveServer, chunk_tokens: int) -> None:
     server.wait_until_at_rest()
     first, last, stop = spans[0], spans[1], spans[3]
     moved = ids[:first] + ids[last:stop] + ids[first:last] + new_tokens(QUESTION)
-    answer = server.generate(moved, [first, first + 200, first + 200, stop], 0.1)
+    answer = server.generate(moved, [first, first + 200, first + 200, stop])
     assert answer["meta_info"]["sgl_blend"][0]["reused_tokens"] > 0
 
 

@@ -341,7 +341,7 @@ def wait_for_canary(server: Server, num_picked: int) -> dict[str, Any]:
 @pytest.mark.slow  # .ci/run runs it
 def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path: Path) -> None:
     serve = Path(sys.executable).with_name("sglang")
-    flags = ["--enable-blend", "--blend-when", "always"]
+    flags = ["--enable-blend", "--blend-when", "always", "--blend-recompute-ratio", "0"]
     flags += ["--blend-canary-rate", "1", "--blend-canary-max-kl", "1e-9"]
     running = start_server(
         [str(serve), "serve", "--model-path", str(model), "--enable-metrics", *flags],
@@ -355,7 +355,7 @@ def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path
         running.wait_for_builds()
         orders = [*itertools.permutations(range(3), 2), *itertools.permutations(range(3))]
         for number, order in enumerate(orders[:8]):
-            answer = running.generate(rag_text(*order), sgl_blend_ratio=0.0)
+            answer = running.generate(rag_text(*order))
             assert answer["meta_info"]["sgl_blend"][0]["reused_tokens"] > 0
             canary = wait_for_canary(running, number + 1)
         late = running.generate(rag_text(2, 1, 0))["meta_info"]["sgl_blend"][0]
