@@ -14,11 +14,11 @@ from forked import run_forked, run_program
 from harness import Engine
 from programs import run_program as run_for_real
 from servers import SERVER_FLAGS, Server, rag_text, start_server, stop
-from test_presets import PROFILE
 from tiny_models import make_model, make_text_model
 
 from sgl_blend.commands.common.cpu import CPU_SETTINGS
 from sgl_blend.commands.common.ports import reserve_port
+from sgl_blend.settings.preset import FORMAT, Profile, Quality
 
 pytestmark = pytest.mark.engine
 
@@ -165,7 +165,9 @@ def test_a_model_that_is_not_served_is_refused_before_it_is_loaded(
 
 
 def test_a_server_that_cannot_blend_does_not_start(model: Path, tmp_path: Path) -> None:
-    PROFILE.save(tmp_path / "other.json")
+    quality = Quality(judged=False, data="", digest="", prompts=0)
+    other = Profile(format=FORMAT, architecture="0123", settings={}, measured={}, quality=quality)
+    other.save(tmp_path / "other.json")
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model)]
     flags = [
         "--enable-blend",
