@@ -260,18 +260,22 @@ def test_a_request_without_time_takes_the_coarsest_or_text(
     assert fast.report["chunk_misses"] == 3
 
 
+def _ask_plain(driver: Driver, salt: str) -> Answer:
+    tokens = sum(CHUNKS[:5], SYSTEM) + QUESTION  # SGLang asks storage for no prompt of 256 or less
+    (answer,) = driver.ask(Prompt([tokens], salt=salt, max_new_tokens=4))
+    driver.settle()
+    return answer
+
+
 def _exact_after_lossy(driver: Driver, salt: str) -> list[Answer]:
     """Ask a plain prompt first, after coded traffic of the same tenant, and from storage."""
-    plain = Prompt([SYSTEM + CHUNKS[0] + CHUNKS[1] + QUESTION], salt=salt, max_new_tokens=4)
     answers = []
     for lossy in (False, True, True):
         flush(driver)
         if lossy:
             ask(driver, salt)
             ask(driver, salt, (1, 0, 2))
-        (answer,) = driver.ask(plain)
-        driver.settle()
-        answers.append(answer)
+        answers.append(_ask_plain(driver, salt))
     return answers
 
 
@@ -282,6 +286,16 @@ def test_exact_prompts_are_bit_equal_after_coded_traffic(
     for answer in later:
         assert answer.report["storage_tokens"] + answer.report["prefix_tokens"] > 0
         assert answer.logprobs == first.logprobs
+
+
+def test_exact_prompts_are_bit_equal_in_a_server_that_starts_after_coded_traffic(
+    start_engine: StartEngine, profile: Path
+) -> None:
+    first, *_ = start_engine(**coded(profile, "q4-2.0")).call(_exact_after_lossy, "restart")
+    new = start_engine(**coded(profile, "q4-2.0"), max_running_requests=3)  # a process of its own
+    answer = new.call(_ask_plain, "restart")
+    assert answer.report["prefix_tokens"] > 0, "nothing came from storage"
+    assert answer.logprobs == first.logprobs
 
 
 def _store_on_a_full_disk(driver: Driver, salt: str) -> Answer:
