@@ -261,7 +261,7 @@ def test_a_request_without_time_takes_the_coarsest_or_text(
 
 
 def _ask_plain(driver: Driver, salt: str) -> Answer:
-    tokens = sum(CHUNKS[:5], SYSTEM) + QUESTION  # SGLang asks storage for no prompt of 256 or less
+    tokens = sum(CHUNKS[:5], SYSTEM) + QUESTION  # SGLang asks storage for no short prompt
     (answer,) = driver.ask(Prompt([tokens], salt=salt, max_new_tokens=4))
     driver.settle()
     return answer
