@@ -122,3 +122,16 @@ def test_a_chunk_that_fills_no_page_is_text(
         assert report["fallback"] is None
         assert (report["chunk_hits"], report["chunk_misses"]) == (num_chunks, 0)
         assert report["reused_tokens"] > 0
+
+
+def _shortest_lesson(driver: Driver) -> int:
+    shortest: int = driver.runtime.learner._lessons._least
+    return shortest
+
+
+@pytest.mark.parametrize(("page", "shortest"), [(16, 64), (128, 128)])
+def test_no_chunk_is_learned_that_fills_no_page(
+    start_engine: StartEngine, page: int, shortest: int
+) -> None:
+    engine = start_engine(blend_find="learned", page_size=page)
+    assert engine.call(_shortest_lesson) == shortest
