@@ -354,7 +354,9 @@ def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path
         running.generate(rag_text(0, 1, 2))
         running.wait_for_builds()
         orders = [*itertools.permutations(range(3), 2), *itertools.permutations(range(3))]
-        for number, order in enumerate(orders[:8]):
+        # The first prompt holds exact KV of these two.
+        fresh = [order for order in orders if order not in {(0, 1), (0, 1, 2)}]
+        for number, order in enumerate(fresh[:8]):
             answer = running.generate(rag_text(*order))
             assert answer["meta_info"]["sgl_blend"][0]["reused_tokens"] > 0
             canary = wait_for_canary(running, number + 1)
