@@ -136,35 +136,73 @@ def rotate_keys(
     """
     num_tokens, _, head_dim = k.shape
     check_rotation(cos, sin, num_tokens, head_dim)
-    out = k.clone()
-    _turn(out, _Turn.of(cos, sin), neox=neox)
-    return out
+    return _Turn.of(cos, sin, neox=neox).applied_to(k)
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A rotation as it meets keys [n, heads, pairs]: cos, sin, and where it changes nothing."""
+    """A rotation as it meets the rotary numbers of keys [n, heads, head_dim], one after another.
+
+    Both numbers of a pair stand in it: (x, y) becomes (x cos + y -sin, y cos + x sin).
+
+    Attributes:
+        cos: float32 [n, 1, rotary_dim].
+        sin: Same shape, negative for the first number of each pair.
+        still: bool, same shape, where a pair keeps its bits; None if there is none.
+        neox: See rotate_keys.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
-    still: torch.Tensor
+    still: torch.Tensor | None
+    neox: bool
 
     @classmethod
-    def of(cls, cos: torch.Tensor, sin: torch.Tensor) -> "_Turn":
-        cos, sin = cos[:, None, :], sin[:, None, :]
-        return cls(cos, sin, (cos == 1) & (sin == 0))
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool) -> "_Turn":
+        """Take the tables of delta_rope_tables."""
+        still = (cos == 1) & (sin == 0)
+        some = cos.is_cuda or bool(still.any())  # asking a GPU would wait for it
+        return cls(
+            _interleave(cos, cos, neox)[:, None],
+            _interleave(-sin, sin, neox)[:, None],
+            _interleave(still, still, neox)[:, None] if some else None,
+            neox,
+        )
+
+    @property
+    def turns(self) -> bool:
+        """Whether a pair is turned at all; waits for a GPU."""
+        return self.still is None or not bool(self.still.all())
+
+    def applied_to(self, keys: torch.Tensor) -> torch.Tensor:
+        """Return rotated keys; see rotate_keys."""
+        rotary_dim = self.cos.shape[-1]
+        rotary = keys[..., :rotary_dim]
+        wide = rotary.float()
+        x, y = _pairs(wide, self.neox)
+        # Products are rounded before they are added: an addcmul would round some of them only once.
+        turned = (wide * self.cos).add_(_interleave(y, x, self.neox).mul_(self.sin))
+        turned = _rounding(keys.dtype)(turned)
+        if self.still is not None:
+            turned = torch.where(self.still, rotary, turned)
+        if rotary_dim == keys.shape[-1]:
+            return turned
+        out = keys.clone()
+        out[..., :rotary_dim] = turned
+        return out
 
 
-def _turn(keys: torch.Tensor, turn: _Turn, *, neox: bool) -> None:
-    """Rotate keys in place."""
-    rotary = keys[..., : 2 * turn.cos.shape[-1]]
-    x, y = rotary.tensor_split(2, dim=-1) if neox else (rotary[..., 0::2], rotary[..., 1::2])
-    round_to = _rounding(keys.dtype)
-    wide_x, wide_y = x.float(), y.float()
-    new_x = torch.where(turn.still, x, round_to(wide_x * turn.cos - wide_y * turn.sin))
-    new_y = torch.where(turn.still, y, round_to(wide_y * turn.cos + wide_x * turn.sin))
-    x.copy_(new_x)
-    y.copy_(new_y)
+def _pairs(rotary: torch.Tensor, neox: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second number of every pair, each [..., pairs]."""
+    if neox:
+        x, y = rotary.tensor_split(2, dim=-1)
+        return x, y
+    return rotary[..., 0::2], rotary[..., 1::2]
+
+
+def _interleave(x: torch.Tensor, y: torch.Tensor, neox: bool) -> torch.Tensor:
+    """Return a new tensor of which these are the pairs."""
+    return torch.cat((x, y), dim=-1) if neox else torch.stack((x, y), dim=-1).flatten(-2)
 
 
 def check_rotation(cos: torch.Tensor, sin: torch.Tensor, num_tokens: int, head_dim: int) -> None:
@@ -244,17 +282,26 @@ def _copy_rotated_layers_torch(
     sin: torch.Tensor,
     neox: bool,
 ) -> None:
-    turn = _Turn.of(cos, sin)
-    turns = not bool(turn.still.all())  # no wait: these tensors are the host's own
+    turn = _Turn.of(cos, sin, neox=neox)
+    turns = turn.turns  # no wait: these tensors are the host's own
+    dest = _run_of(dest_slots)
     for layer in layers:
         keys = pools.k[layer].index_select(0, source_slots)
-        if turns:
-            _turn(keys, turn, neox=neox)
-        _scatter(pools.k[layer], dest_slots, keys)
-        _scatter(pools.v[layer], dest_slots, pools.v[layer].index_select(0, source_slots))
+        _scatter(pools.k[layer], dest, turn.applied_to(keys) if turns else keys)
+        _scatter(pools.v[layer], dest, pools.v[layer].index_select(0, source_slots))
 
 
-def _scatter(pool: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+def _run_of(slots: torch.Tensor) -> torch.Tensor | slice:
+    """Return slots of host memory that follow each other as a slice, which is written twice as fast."""
+    first, num_slots = int(slots[0]) if slots.numel() else 0, slots.numel()
+    run = slice(first, first + num_slots)
+    return run if torch.equal(slots, torch.arange(run.start, run.stop)) else slots
+
+
+def _scatter(pool: torch.Tensor, slots: torch.Tensor | slice, rows: torch.Tensor) -> None:
+    if isinstance(slots, slice):
+        pool[slots] = rows
+        return
     if pool.dtype in FP8_DTYPES:  # for which torch has no index_copy_
         pool, rows = pool.view(torch.uint8), rows.view(torch.uint8)
     pool.index_copy_(0, slots, rows)

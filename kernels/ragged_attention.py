@@ -228,10 +228,9 @@ def ragged_attention(
     group = num_heads // num_kv_heads
     out = q.new_empty(q.shape[0], num_heads, v_pool.shape[-1])
     for slots, tiles in zip(batch.kv_slots, batch.tiles, strict=True):
-        keys = (
-            k_pool[slots].to(q.dtype).transpose(0, 1)[None]
-        )  # [1, num_kv_heads, seq_len, head_dim]
-        values = v_pool[slots].to(q.dtype).transpose(0, 1)[None]
+        # [1, num_kv_heads, seq_len, head_dim]
+        keys = k_pool.index_select(0, slots).to(q.dtype).transpose(0, 1)[None]
+        values = v_pool.index_select(0, slots).to(q.dtype).transpose(0, 1)[None]
         for tile in tiles:
             # The heads that share keys are rows beside each other: few large products are faster.
             own = q[tile.rows].reshape(-1, num_kv_heads, group, q.shape[2]).permute(1, 2, 0, 3)

@@ -248,19 +248,24 @@ def test_rotating_leaves_the_argument_alone() -> None:
     assert torch.equal(cached, before)
 
 
-def test_copying_rotates_keys_copies_values_and_touches_no_other_slot() -> None:
+@pytest.mark.parametrize("dest", ["scattered", "neighbours", "neighbours in another order"])
+def test_copying_rotates_keys_copies_values_and_touches_no_other_slot(dest: str) -> None:
     rope = make_rope("RotaryEmbedding")
     k_pool, v_pool = torch.randn(64, 2, HEAD_DIM), torch.randn(64, 2, 48)
-    slots = torch.randperm(64)
-    source, dest, others = slots[:20], slots[20:40], slots[40:]
+    slots = torch.randperm(64) if dest == "scattered" else torch.arange(64)
+    source, dest_slots, others = slots[:20], slots[20:40], slots[40:]
+    if dest == "neighbours in another order":
+        dest_slots = dest_slots[
+            torch.cat([torch.tensor([0]), 1 + torch.randperm(18), torch.tensor([19])])
+        ]
     k_before, v_before = k_pool.clone(), v_pool.clone()
     cos, sin = delta_rope_tables(rope.cos_sin_cache, torch.arange(20), torch.arange(500, 520))
 
     pools = LayerPools((k_pool,), (v_pool,))
-    copy_rotated_layers(pools, range(1), source, dest, cos, sin, neox=True)
+    copy_rotated_layers(pools, range(1), source, dest_slots, cos, sin, neox=True)
 
-    assert torch.equal(k_pool[dest], rotate_keys(k_before[source], cos, sin, neox=True))
-    assert torch.equal(v_pool[dest], v_before[source])
+    assert torch.equal(k_pool[dest_slots], rotate_keys(k_before[source], cos, sin, neox=True))
+    assert torch.equal(v_pool[dest_slots], v_before[source])
     for untouched in (source, others):
         assert torch.equal(k_pool[untouched], k_before[untouched])
         assert torch.equal(v_pool[untouched], v_before[untouched])
