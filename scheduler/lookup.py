@@ -165,8 +165,8 @@ class Lookups:
         limit = state.num_tokens - 1
         matches = []
         key, first = state.keys[0], state.spans[0]
-        # Without marks the build prefix may end long before the first chunk that was found.
-        begin = first.start if state.search is None else key.prefix_length
+        # It may end before the first chunk: behind it stands text that is no chunk.
+        begin = key.prefix_length
         end = begin * tokens.itemsize
         if memoryview(tokens).cast("B")[:end] == key.prefix:
             head = self._store.find_prefix(

@@ -96,8 +96,7 @@ class StorageTier:
         self._tree = tree
         self._lookups = lookups
         self._arrivals: dict[str, Arrival] = {}
-        self._seen_s = 0.0
-        self._serial = 0
+        self._seen_s, self._serial = 0.0, 0
         self._is_named = False
         self._old_writes: frozenset[int] = frozenset()
         self._name_weights()
@@ -114,6 +113,7 @@ class StorageTier:
 
     def arrived(self, req: Req, state: RequestState) -> None:
         """Ask storage for what device and host lack of a request; also after a retraction."""
+        self._name_weights()  # the first request after new weights comes before a round
         if not has_storage(self._tree) or rid_of(req) in self._arrivals:
             return
         if self._controller is not None and (storage := storage_of(self._tree)) is not None:

@@ -135,3 +135,20 @@ def test_no_chunk_is_learned_that_fills_no_page(
 ) -> None:
     engine = start_engine(blend_find="learned", page_size=page)
     assert engine.call(_shortest_lesson) == shortest
+
+
+def test_the_build_prefix_is_exact_in_front_of_text_that_is_no_chunk(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(blend_on_miss="compute")
+    engine.flush()
+    short, *chunks = (random_tokens(980 + i, tokens) for i, tokens in enumerate((9, 150, 150)))
+    engine.ask(rag_prompt(SYSTEM, [short, *chunks], QUESTION))
+    engine.settle()
+    params = {"sgl_blend_ratio": 0.3}  # in a namespace where no prompt was answered yet
+    report = engine.ask(rag_prompt(SYSTEM, [short, *chunks[::-1]], QUESTION, params=params))[
+        0
+    ].report
+    assert (report["chunk_hits"], report["chunk_misses"]) == (2, 0)
+    assert report["prefix_tokens"] == len(SYSTEM)
+    assert report["computed_tokens"] == len(short) + len(QUESTION)

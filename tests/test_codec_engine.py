@@ -162,6 +162,23 @@ def test_deadlines_decide_what_comes(start_engine: StartEngine, profile: Path) -
     assert all(factor > 0 for factor in factors)
 
 
+def _first_by_new_weights(driver: Driver, salt: str) -> Answer:
+    flush(driver)
+    ask(driver, salt, (0, 1, 2))
+    flush(driver)
+    driver.runtime.storage.weights_changed()  # to those of before
+    (answer,) = driver.ask(prompt_of(salt))
+    driver.settle()
+    return answer
+
+
+def test_the_first_request_by_new_weights_may_read_coded_pages(
+    start_engine: StartEngine, profile: Path
+) -> None:
+    answer = start_engine(**coded(profile, "q4-2.0")).call(_first_by_new_weights, "new weights")
+    assert answer.report["chunk_levels"] == ["q4-2.0"] * 3
+
+
 def _learned(driver: Driver) -> list[float]:
     return list(driver.runtime._levels._factors)
 

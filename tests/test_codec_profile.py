@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,37 @@ def test_a_level_that_cannot_be_is_refused(tmp_path: Path) -> None:
     write_profile(made, tmp_path / "profile")
     with pytest.raises(ConfigError, match="no distributions"):
         read_profile(tmp_path / "profile")
+
+
+@pytest.mark.parametrize(
+    ("figure", "value"),
+    [
+        ("bits_per_element", float("nan")),
+        ("bits_per_element", float("inf")),
+        ("bits_per_element", 0.0),
+        ("bits_per_element", -1.0),
+        ("bits_per_element", 1e30),
+        ("kl", float("nan")),
+        ("clipped", float("inf")),
+        ("accuracy_lost", float("nan")),
+    ],
+)
+def test_figures_that_nobody_measured_are_refused(
+    tmp_path: Path, figure: str, value: float
+) -> None:
+    profile = profile_of(FORM)
+    figures = msgspec.structs.replace(profile.levels["q4"], **{figure: value})
+    made = msgspec.structs.replace(profile, levels={"q4": figures})
+    write_profile(made, tmp_path / "profile")
+    with pytest.raises(ConfigError, match="its level q4 has figures that nobody can have measured"):
+        read_profile(tmp_path / "profile")
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="is no codec profile: it is no file"):
+            read_profile(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00", b"\x80", b"\xff" * 100, b"{}", b"\x81\xa1\xff"])

@@ -140,7 +140,7 @@ def test_heads_and_tenants_are_bounded() -> None:
     ends = [heads.of("a", join(text(50 + number, 40), text(9_000, 100))) for number in (1, 2)]
     assert ends == [40, 40]
     assert heads.num_forgotten == 1
-    heads.of("b", INSTRUCTION)
+    heads.of("b", text(7, 9_000))
     heads.of("c", INSTRUCTION)
     assert heads.num_forgotten == 2
     assert heads.of("a", join(text(52, 40), text(9_001, 100))) == 0
@@ -174,3 +174,13 @@ def test_heads_are_found_fast() -> None:
     heads = Heads(BORDERS)
     prompts = iter([join(INSTRUCTION, text(seed, 2_000)) for seed in range(60)])
     assert milliseconds(lambda: heads.of("a", next(prompts))) < 0.5 * slowness()
+
+
+def test_tiny_prompts_of_many_tenants_take_no_head_away() -> None:
+    heads = Heads(BORDERS)
+    for seed in range(10, 14):
+        heads.of("a", join(INSTRUCTION, text(seed, 400)))
+    for number in range(300):
+        heads.of(f"made up {number}", text(number, 5))
+    assert heads.of("a", join(INSTRUCTION, text(999, 400))) == 100
+    assert heads.num_forgotten == 300 - 255

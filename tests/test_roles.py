@@ -125,8 +125,8 @@ def test_headers_are_bounded() -> None:
 def test_roles_of_one_tenant_make_no_room_for_those_of_others() -> None:
     lessons = Lessons(roles=Roles(2, most_tenants=2))
     teach(lessons, share=1.0)
-    for number in range(9):
-        lessons.study(prompt_of(headed(number), [], tenant="b"))
+    for number in range(400):  # more text than the first one has sent
+        lessons.study(prompt_of(headed(number % 9), [], tenant="b"))
     assert learns_new(lessons)
     lessons.study(prompt_of(headed(1), [], tenant="c"))
     assert not learns_new(lessons)

@@ -131,7 +131,7 @@ def test_what_is_no_file_is_a_miss_and_goes(tmp_path: Path, kind: str) -> None:
     assert letters == ["somebody's"] * 6 * (kind == "folder")
 
 
-def test_an_object_of_another_version_stays(tmp_path: Path) -> None:
+def test_an_object_of_another_version_than_its_name_says_is_written_again(tmp_path: Path) -> None:
     pool = make_host_pool()
     storage = file_storage(tmp_path, pool)
     path, good = _one_object(tmp_path, pool, storage)
@@ -139,7 +139,10 @@ def test_an_object_of_another_version_stays(tmp_path: Path) -> None:
     path.write_bytes(later + xxh3_128_digest(later))
     assert load(storage, pool, hashes(1)) == 0
     assert faults_of(storage) == {"version": 1}
-    assert path.exists()
+    assert not path.exists()
+    assert save(storage, pool, hashes(1))
+    assert path.read_bytes() == good
+    assert load(storage, pool, hashes(1)) == 1
 
 
 @pytest.mark.parametrize(("key", "fault"), [(None, "mismatch"), (KEY, "corrupt")])

@@ -192,12 +192,13 @@ class PageObjects:
         except IndexError:
             return bytearray(self._form.page_bytes)
 
-    def _note_missing(self, name: str, why: Fault | CallFault | None) -> None:
+    def _note_missing(self, name: str, why: Fault | CallFault | None) -> bool:
+        """Count a page that did not come, and remove what is wrong; return whether its name is free."""
         if why is None:
             self.counters.add("misses")
-            return
+            return True
         self.counters.fault(why)
-        if why in (Fault.CORRUPT, Fault.MISMATCH):
+        if why in (Fault.CORRUPT, Fault.MISMATCH, Fault.VERSION):
             # Or it would stay there: no backend writes over what it has.
             gone = self._calls.call(lambda: self._store.get().remove(name))
             stays = isinstance(gone, CallFault)
@@ -208,6 +209,8 @@ class PageObjects:
                 why,
             )
             self.counters.add("removed", int(not stays))
+            return not stays
+        return False
 
     def _suspect(self, labels: Sequence[PageLabel]) -> None:
         """Look at pages once more before they are left as they are: what came before them is faulty."""
@@ -227,8 +230,7 @@ class PageObjects:
         page = self._calls.call(lambda: self._read_object(label))
         if isinstance(page, Page | CallFault):
             return True
-        self._note_missing(label.name, page)
-        return False
+        return not self._note_missing(label.name, page)
 
     def _note_read(self, came: Sequence[Page], stream: ChunkStream | None, seconds: float) -> None:
         stored_bytes = sum(page.stored_bytes for page in came)

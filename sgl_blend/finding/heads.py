@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_blend.finding.borders import HEADER, Border, Borders, Strengths
+from sgl_blend.finding.tenants import Tenants
 
 Tokens = NDArray[np.int32]
 
@@ -80,10 +81,7 @@ class Heads:
         borders: Of the tokenizer. A head ends behind a line or something stronger.
         limit: Tokens of the longest head.
         most_heads: Of a tenant; the one that was not used for longest goes first.
-        most_tenants: Likewise. A tenant takes 128 bytes for each token of the limit, and its heads.
-
-    Attributes:
-        num_forgotten: Tenants and heads that had to make room.
+        most_tenants: See Tenants. One takes 128 bytes for each token of the limit, and its heads.
     """
 
     def __init__(
@@ -92,9 +90,13 @@ class Heads:
         self._borders = borders
         self._limit = limit
         self._most_heads = most_heads
-        self._most_tenants = most_tenants
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
-        self.num_forgotten = 0
+        self._tenants = Tenants(lambda: _Tenant(limit), most_tenants)
+        self._num_heads_forgotten = 0
+
+    @property
+    def num_forgotten(self) -> int:
+        """Tenants and heads that had to make room."""
+        return self._tenants.num_pushed_out + self._num_heads_forgotten
 
     def of(self, tenant: str, tokens: NDArray[np.integer[Any]]) -> int:
         """Return how many tokens of a prompt are its head, and learn from the prompt.
@@ -109,7 +111,7 @@ class Heads:
         if len(tokens) < _LEAST_TOKENS:
             return 0
         beginning = np.ascontiguousarray(tokens[: self._limit], np.int32)
-        known = self._tenant(tenant)
+        known = self._tenants.of(tenant, len(tokens))
         best = known.longest_head(beginning)
         named = self._commonest(known, beginning)
         known.remember(beginning)
@@ -126,31 +128,22 @@ class Heads:
             head: Integers [n]. What is shorter or longer than heads are is left out.
         """
         if _LEAST_TOKENS <= len(head) <= self._limit:
-            self._name(self._tenant(tenant), np.ascontiguousarray(head, np.int32))
+            self._name(self._tenants.of(tenant, len(head)), np.ascontiguousarray(head, np.int32))
 
     def _name(self, known: _Tenant, head: Tokens) -> None:
         known.heads[head.tobytes()] = None
         known.heads.move_to_end(head.tobytes())
         if len(known.heads) > self._most_heads:
             known.heads.popitem(last=False)
-            self.num_forgotten += 1
+            self._num_heads_forgotten += 1
 
     def forget(self, tenant: str) -> None:
         """Forget what was learned of a tenant."""
-        self._tenants.pop(tenant, None)
+        self._tenants.forget(tenant)
 
     def clear(self) -> None:
         """Forget everything."""
         self._tenants.clear()
-
-    def _tenant(self, name: str) -> _Tenant:
-        if name not in self._tenants:
-            if len(self._tenants) == self._most_tenants:
-                self._tenants.popitem(last=False)
-                self.num_forgotten += 1
-            self._tenants[name] = _Tenant(self._limit)
-        self._tenants.move_to_end(name)
-        return self._tenants[name]
 
     def _commonest(self, known: _Tenant, beginning: Tokens) -> int:
         """Return where enough recent prompts part from this one, 0 if they do nowhere."""

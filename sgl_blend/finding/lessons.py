@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_blend.finding.borders import HEADER, Border, Strengths
-from sgl_blend.finding.roles import Roles
+from sgl_blend.finding.roles import Role, Roles
 from sgl_blend.finding.seams import Seams, pairs_of
 from sgl_blend.finding.sightings import NewText
 from sgl_blend.finding.spans import Span, num_shared, overlapping, union
@@ -210,9 +210,12 @@ class Lessons:
             begin = max(message.span.start, prompt.start)
             gaps = gaps_between(seen, Span(begin, message.span.stop), self._least)
             if gaps:
-                label = self._roles.of(prompt.tenant, message.header).label
+                label = self._role(prompt, message).label
                 found += [NewText(gap, label) for gap in gaps]
         return found
+
+    def _role(self, prompt: Prompt, message: Message) -> Role:
+        return self._roles.of(prompt.tenant, message.header, message.span.num_tokens)
 
     def _whole(self, prompt: Prompt, messages: Iterable[Message]) -> list[Span]:
         """Count which messages had come before; return those that did not, though most of a role do."""
@@ -224,7 +227,7 @@ class Lessons:
                 _had_come(message.span, overlapping(seen, message.span))
                 for seen in (prompt.served, prompt.runs)
             )
-            role = self._roles.of(prompt.tenant, message.header)
+            role = self._role(prompt, message)
             if role.comes_as_a_whole and not came:
                 chosen.append(message.span)
             role.last.append(came)

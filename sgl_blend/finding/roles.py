@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from sgl_blend.finding.sightings import MOST_LABELS, NewText
+from sgl_blend.finding.tenants import Tenants
 
 _FADES = 1 - 1 / 64
 """What is left of a role's sums with each prompt that has new text of it."""
@@ -54,24 +55,20 @@ class Roles:
 
     Args:
         most: Roles of a tenant. The one that was not seen for longest is forgotten beyond them.
-        most_tenants: Likewise. All their roles together are fewer than MOST_LABELS.
+        most_tenants: See Tenants. All their roles together are fewer than MOST_LABELS.
     """
 
     def __init__(self, most: int = 64, most_tenants: int = 256) -> None:
         self._most = most
-        self._most_tenants = most_tenants
-        self._tenants: OrderedDict[str, OrderedDict[bytes, Role]] = OrderedDict()
+        self._tenants: Tenants[OrderedDict[bytes, Role]] = Tenants(
+            OrderedDict, most_tenants, self._drop_labels
+        )
         self._by_label: dict[int, Role] = {}
         self._last_label = 0
 
-    def of(self, tenant: str, header: bytes) -> Role:
-        """Return a role, a new one if it is not known."""
-        if tenant not in self._tenants:
-            if len(self._tenants) == self._most_tenants:
-                self.forget(next(iter(self._tenants)))
-            self._tenants[tenant] = OrderedDict()
-        self._tenants.move_to_end(tenant)
-        roles = self._tenants[tenant]
+    def of(self, tenant: str, header: bytes, num_tokens: int) -> Role:
+        """Return the role of a message of so many tokens, a new one if it is not known."""
+        roles = self._tenants.of(tenant, num_tokens)
         if header not in roles:
             if len(roles) == self._most:
                 del self._by_label[roles.popitem(last=False)[1].label]
@@ -105,13 +102,15 @@ class Roles:
 
     def forget(self, tenant: str) -> None:
         """Forget the roles of a tenant."""
-        for role in self._tenants.pop(tenant, {}).values():
-            del self._by_label[role.label]
+        self._tenants.forget(tenant)
 
     def clear(self) -> None:
         """Forget everything."""
         self._tenants.clear()
-        self._by_label.clear()
+
+    def _drop_labels(self, roles: OrderedDict[bytes, Role]) -> None:
+        for role in roles.values():
+            del self._by_label[role.label]
 
     def _free_label(self) -> int:
         """Return the label that was not used for longest: old text may bear those of dropped roles."""

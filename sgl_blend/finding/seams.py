@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sgl_blend.finding.spans import Span
+from sgl_blend.finding.tenants import Tenants
 
 Pairs = NDArray[np.int64]
 
@@ -96,12 +97,11 @@ class Seams:
     """Seams of all tenants; owned by the scheduler thread.
 
     Args:
-        most_tenants: The one that was not seen for longest is forgotten beyond them.
+        most_tenants: See Tenants.
     """
 
     def __init__(self, most_tenants: int = 256) -> None:
-        self._most_tenants = most_tenants
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants = Tenants(_Tenant, most_tenants)
 
     def count(self, tenant: str, pairs: Pairs, runs: Iterable[Span]) -> None:
         """Count what stands before runs, and how often it stands in them.
@@ -111,7 +111,7 @@ class Seams:
             pairs: Of the prompt, as pairs_of() gives them.
             runs: From where a chunk of the run would begin.
         """
-        known = self._tenant(tenant)
+        known = self._tenants.of(tenant, len(pairs))
         inside = [pairs[run.start : run.stop] for run in runs]
         for run in inside:
             known.began(int(run[0]))
@@ -136,19 +136,11 @@ class Seams:
 
     def forget(self, tenant: str) -> None:
         """Forget the seams of a tenant."""
-        self._tenants.pop(tenant, None)
+        self._tenants.forget(tenant)
 
     def clear(self) -> None:
         """Forget everything."""
         self._tenants.clear()
-
-    def _tenant(self, name: str) -> _Tenant:
-        if name not in self._tenants:
-            if len(self._tenants) == self._most_tenants:
-                self._tenants.popitem(last=False)
-            self._tenants[name] = _Tenant()
-        self._tenants.move_to_end(name)
-        return self._tenants[name]
 
 
 def _places_of(pairs: Pairs, seams: Pairs) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -38,9 +38,11 @@ class Fault(StrEnum):
     CORRUPT = "corrupt"
     """Its bytes are not those that were written, or the key is another."""
     VERSION = "version"
-    """It is intact and of another version of the container."""
+    """It is intact and of another version of the container than its name says."""
     MISMATCH = "mismatch"
     """It is intact and holds something else than its name says."""
+    POSITION = "position"
+    """It is intact, at a position that no prompt of this server reaches; another server may need it."""
 
 
 def seal(parts: list[bytes], version: int, name: str, key: bytes | None) -> bytearray:

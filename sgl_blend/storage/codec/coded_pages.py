@@ -137,7 +137,7 @@ def unpack_coded(
     if not _is_of(header, label):
         return Fault.MISMATCH
     if not coder.knows(header.position):
-        return Fault.VERSION  # of a server with longer prompts, which may need it
+        return Fault.POSITION
     return _join(header, rest, label, coder, into) or Fault.CORRUPT
 
 

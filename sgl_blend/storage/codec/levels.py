@@ -8,6 +8,7 @@ for each level which transform is smaller there and what was lost by it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,6 +29,8 @@ ANCHOR_BITS = 8
 THIRDS = (2 / 3, 1.0, 3 / 2)
 """Bins of the first, second and last third of the layers, as multiples of the level's bin."""
 MAX_PROFILE_BYTES = 1 << 30
+_MOST_BITS = 64
+"""No coded element takes more, headers included."""
 
 Floats = NDArray[np.float32]
 
@@ -189,6 +192,8 @@ def read_profile(path: Path) -> CodecProfile:
     """
     flag = "--blend-store-profile"
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device may never end
+            raise ConfigError(f"{flag} {path} is no codec profile: it is no file")
         if path.stat().st_size > MAX_PROFILE_BYTES:
             raise ConfigError(f"{flag} {path} is no codec profile: it is too large")
         profile = msgspec.msgpack.decode(path.read_bytes(), type=CodecProfile)
@@ -271,6 +276,9 @@ def _level_fault(profile: CodecProfile, name: str) -> str | None:
     known = set(Transform)
     if len(figures.transforms) != len(profile.units) or not known.issuperset(figures.transforms):
         return f"its level {name} has unknown transforms"
+    measured = figures.bits_per_element, figures.clipped, figures.accuracy_lost, figures.kl
+    if not all(map(math.isfinite, measured)) or not 0 < figures.bits_per_element <= _MOST_BITS:
+        return f"its level {name} has figures that nobody can have measured"
     size = 2 * len(profile.units) * profile.channels * (2 * level.most + 1)
     if profile.entropy == Entropy.ARITHMETIC and len(figures.probabilities) != size:
         return f"its level {name} has no distributions"
