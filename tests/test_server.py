@@ -354,8 +354,7 @@ def test_sglang_serve_takes_the_flags_and_its_canary_trips(model: Path, tmp_path
         running.generate(rag_text(0, 1, 2))
         running.wait_for_builds()
         orders = [*itertools.permutations(range(3), 2), *itertools.permutations(range(3))]
-        # The first prompt holds exact KV of these two.
-        fresh = [order for order in orders if order not in {(0, 1), (0, 1, 2)}]
+        fresh = [order for order in orders if order[:2] != (0, 1)]  # those are in the first prompt
         for number, order in enumerate(fresh[:8]):
             answer = running.generate(rag_text(*order))
             assert answer["meta_info"]["sgl_blend"][0]["reused_tokens"] > 0
