@@ -38,6 +38,9 @@ class Tenants(Generic[T]):
         self._sent_by_all = 0
         self.num_pushed_out = 0
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def get(self, name: str) -> T | None:
         """Return what is known of a tenant, None if nothing is."""
         return self._known.get(name)
