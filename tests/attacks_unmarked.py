@@ -97,7 +97,13 @@ def answers(draw: Random) -> Attack:
                 "sampling_params": [body["sampling_params"]] * 3,
             },
             {"sampling_params": {**body["sampling_params"], "n": 3}},
-            {"sampling_params": {**body["sampling_params"], "max_new_tokens": 0}},
+            {
+                "sampling_params": {
+                    **body["sampling_params"],
+                    "max_new_tokens": 0,
+                    "min_new_tokens": 0,  # SGLang refuses more
+                }
+            },
             {"stream": True},
         )
     )
