@@ -147,9 +147,9 @@ class PageObjects:
             if page is CallFault.UNWANTED:
                 break
             if not isinstance(page, Page):
-                self._note_missing(labels[index].name, page)
+                is_free = self._note_missing(labels[index].name, page)
                 if isinstance(page, Fault):
-                    self._suspect(labels[index + 1 :])
+                    self._suspect(labels[index + is_free :])
                 late = labels[index] if page is CallFault.TIMEOUT else None
                 if stream is not None:
                     stream.stop()
@@ -213,14 +213,17 @@ class PageObjects:
         return False
 
     def _suspect(self, labels: Sequence[PageLabel]) -> None:
-        """Look at pages once more before they are left as they are: what came before them is faulty."""
+        """Look at pages once more before they are taken for stored: one near them is faulty."""
         with self._lock:  # SGLang reads in one thread and writes in another
             self._suspects.update(dict.fromkeys(label.name for label in labels))
             while len(self._suspects) > _MOST_SUSPECTS:
                 del self._suspects[next(iter(self._suspects))]
 
-    def _is_stored(self, label: PageLabel) -> bool | CallFault:
-        """Tell whether a page is stored; one that is under suspicion is read, and removed if faulty."""
+    def _is_stored(self, label: PageLabel) -> bool | Fault | CallFault:
+        """Tell whether a page is stored; one that is under suspicion is read, and removed if faulty.
+
+        A Fault is that of an object which stays and keeps the page from being stored.
+        """
         stored = self._calls.call(lambda: self._store.get().count([label.name]) == 1)
         with self._lock:
             is_suspect = label.name in self._suspects
@@ -230,7 +233,10 @@ class PageObjects:
         page = self._calls.call(lambda: self._read_object(label))
         if isinstance(page, Page | CallFault):
             return True
-        return not self._note_missing(label.name, page)
+        if self._note_missing(label.name, page) or page is None:
+            return False
+        self._suspect([label])
+        return page
 
     def _note_read(self, came: Sequence[Page], stream: ChunkStream | None, seconds: float) -> None:
         stored_bytes = sum(page.stored_bytes for page in came)

@@ -1,0 +1,90 @@
+"""An object that is wrong and stays is not taken for a page that is stored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from host_pools import (
+    PAGES,
+    STORED,
+    faults_of,
+    file_storage,
+    hashes,
+    load,
+    make_host_pool,
+    save,
+)
+
+from sgl_blend.engine import page_objects
+from sgl_blend.engine.storage_backends import FileStore
+from sgl_blend.storage.container import unpack
+from sgl_blend.storage.envelope import Fault
+
+pytestmark = STORED  # pytest.mark.engine
+
+
+def _paths(folder: Path, storage: Any, keys: list[str]) -> list[Path]:
+    found = []
+    for key in keys:
+        (path,) = folder.glob(f"{storage._objects.names.label(key).name}*")
+        found.append(path)
+    return found
+
+
+def _not_stored(storage: Any) -> int:
+    return int(storage.counters.snapshot()["not_stored"])
+
+
+@pytest.mark.parametrize("wrong", [2, 4], ids=["first", "behind another"])
+def test_a_wrong_object_that_cannot_be_removed_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+) -> None:
+    def fail(self: Any, name: str) -> None:
+        raise PermissionError(name)
+
+    pool, keys = make_host_pool(), hashes()
+    storage = file_storage(tmp_path, pool)
+    assert save(storage, pool, keys)
+    paths = _paths(tmp_path, storage, keys)
+    good = {index: paths[index].read_bytes() for index in (2, wrong)}
+    for index, data in good.items():
+        paths[index].write_bytes(data[:-1])
+    with monkeypatch.context() as patch:
+        patch.setattr(FileStore, "remove", fail)
+        assert load(storage, pool, keys) == 2
+        if wrong != 2:
+            paths[2].write_bytes(good[2])  # somebody else wrote it
+        for attempt in range(1, 3):
+            assert not save(storage, pool, keys)
+            assert _not_stored(storage) == attempt
+        assert storage.counters.snapshot()["removed"] == 0
+    assert save(storage, pool, keys)
+    assert paths[wrong].read_bytes() == good[wrong]
+    assert load(storage, pool, keys) == PAGES
+    assert _not_stored(storage) == 2
+
+
+def test_an_object_at_a_position_beyond_this_server_s_stays_and_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, keys = make_host_pool(), hashes()
+    storage = file_storage(tmp_path, pool)
+    assert save(storage, pool, keys)
+    path = _paths(tmp_path, storage, keys)[2]
+    written = path.read_bytes()
+    third = storage._objects.names.label(keys[2]).name
+
+    def reading(data: Any, label: Any, *rest: Any) -> bytearray | Fault:
+        return Fault.POSITION if label.name == third else unpack(data, label, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_objects, "unpack", reading)
+        assert load(storage, pool, keys) == 2
+        assert not save(storage, pool, keys)
+    assert _not_stored(storage) == 1
+    assert faults_of(storage) == {"position": 2}
+    assert path.read_bytes() == written
+    assert save(storage, pool, keys)
+    assert load(storage, pool, keys) == PAGES
