@@ -105,9 +105,7 @@ class Arrival:
     def give_up_covered(self, tree: Tree, store: ChunkStore) -> None:
         """Read no chunks where exact KV of an earlier prompt of the client has come."""
         self.client, state = None, self.state
-        covered = store.reach(
-            prompt_ids(self.req), salt=state.client_salt, extra_key=state.keys[0].extra_key
-        )
+        covered = exact_reach(store, self.req, state)
         pairs = list(zip(state.keys, state.spans, strict=True))
         beyond = {key for key, span in pairs if span.stop > covered}
         within = {key for key, _ in pairs} - beyond
@@ -122,6 +120,12 @@ class Arrival:
         if self.is_awaited and self.since_s is not None:
             self.state.load_s += now_s - self.since_s
         self.give_up(tree)
+
+
+def exact_reach(store: ChunkStore, req: Req, state: RequestState) -> int:
+    """Return how many tokens, from the first on, the client's earlier prompts have here, exactly."""
+    extra_key = state.keys[0].extra_key
+    return store.reach(prompt_ids(req), salt=state.client_salt, extra_key=extra_key)
 
 
 def exact_head(key: ChunkKey, tokens: array[int]) -> int:

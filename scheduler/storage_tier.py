@@ -39,7 +39,7 @@ from sgl_blend.engine.tiers import finished_loads
 from sgl_blend.metrics import StorageMetrics
 from sgl_blend.radix_ext.chunk_store import ChunkKey, ChunkStore
 from sgl_blend.radix_ext.namespaces import is_chunk_of, may_leave_server
-from sgl_blend.scheduler.arrivals import Arrival, exact_head
+from sgl_blend.scheduler.arrivals import Arrival, exact_head, exact_reach
 from sgl_blend.scheduler.level_choice import LevelChoice
 from sgl_blend.scheduler.loaded_model import LoadedModel
 from sgl_blend.scheduler.loading_controller import LoadingController, Patience
@@ -123,6 +123,8 @@ class StorageTier:
         covered = self._store.reach(tokens, salt=own, extra_key=first.extra_key)
         if all(span.stop <= covered for span in state.spans):
             return  # a prompt that was blended before
+        if self._lookups.exact_may_be_used:
+            covered = max(covered, exact_reach(self._store, req, state))
         levels = self._levels if reads_coded(self._tree) else None
         exact = 0 if levels else exact_head(first, tokens)  # what may be rounded is none
         keys, patience, in_pieces = self._choose(state, covered, exact)
@@ -187,17 +189,15 @@ class StorageTier:
 
     def is_waited_for(self, rid: str) -> bool:
         """Tell whether a request goes on waiting for its KV; all ranks are told the same."""
-        if self._pieces.is_running_for(rid):
-            return True
         arrival = self._arrivals.get(rid)
-        return arrival is not None and arrival.is_awaited
+        is_awaited = arrival is not None and arrival.is_awaited
+        return is_awaited or self._pieces.is_running_for(rid)
 
     def keys_coming(self, rid: str) -> frozenset[ChunkKey]:
         """Return the chunks of a request that are still on their way, though it waits no longer."""
         arrival = self._arrivals.get(rid)
-        if arrival is None:
-            return frozenset()
-        return frozenset(key for key in arrival.coming.values() if key is not None)
+        coming = () if arrival is None else arrival.coming.values()
+        return frozenset(key for key in coming if key is not None)
 
     def drop_all(self) -> None:
         """Give up whatever is on its way: an order is about to be carried out."""

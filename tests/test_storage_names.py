@@ -160,6 +160,9 @@ def test_a_key_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         read_key_file(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="Is a directory"):
         read_key_file(str(tmp_path))
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    with pytest.raises(ConfigError, match="is no regular file"):
+        read_key_file(str(tmp_path / "pipe"))
 
 
 def test_an_error_does_not_show_the_key(write_key: WriteKey) -> None:

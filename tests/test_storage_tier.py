@@ -105,6 +105,27 @@ def test_a_prompt_that_is_there_asks_storage_for_nothing(start_engine: StartEngi
     assert again.report["load_ms"] == read == 0
 
 
+def _ask_with_the_whole_prompt_on_the_device(driver: Driver, salt: str) -> tuple[Answer, int]:
+    """Ask for chunks that are in storage alone, after the same prompt without marks."""
+    fill(driver, salt)
+    tokens = prompt_of(salt).tokens
+    driver.ask(Prompt([tokens], salt=salt))
+    read = driver.runtime.storage.describe()["read_bytes"]
+    again = ask(driver, salt)
+    driver.settle()
+    return again, driver.runtime.storage.describe()["read_bytes"] - read
+
+
+@pytest.mark.parametrize("when", ["always", "faster"])
+def test_a_prompt_of_which_all_is_exact_here_waits_for_no_chunks(
+    start_engine: StartEngine, when: str
+) -> None:
+    engine = start_engine(**settings(blend_when=when))
+    again, read = engine.call(_ask_with_the_whole_prompt_on_the_device, f"exact {when}")
+    assert again.report["fallback"] == "cached"
+    assert again.report["load_ms"] == read == 0
+
+
 def test_no_blended_prompt_is_stored(start_engine: StartEngine, store: Path) -> None:
     before = _names(store)
     start_engine(**settings()).call(fill, "blended prompts")

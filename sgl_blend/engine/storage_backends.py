@@ -96,8 +96,17 @@ class FileStore:
         return target.numpy().data
 
     def write(self, name: str, data: bytearray) -> bool:
-        """Write a file, if SGLang's evictor makes room for it and the disk takes it."""
-        return bool(self._inner.set(name, torch.frombuffer(data, dtype=torch.uint8)))
+        """Write a file, if SGLang's evictor makes room for it and the disk takes all of it."""
+        if not self._inner.set(name, torch.frombuffer(data, dtype=torch.uint8)):
+            return False
+        try:
+            size = os.stat(self._path(name)).st_size
+        except FileNotFoundError:  # it had to make room at once
+            return False
+        if size != len(data):
+            # numpy, which SGLang writes with, does not tell that a full disk took not the last 4 KiB.
+            self.remove(name)
+        return size == len(data)
 
     def remove(self, name: str) -> None:
         """Remove a file; move aside a folder that stands in its place."""

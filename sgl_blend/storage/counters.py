@@ -13,7 +13,7 @@ TOTALS = {
     "writes": "Pages that were written.",
     "written_bytes": "Bytes of KV that were written.",
     "write_seconds": "Seconds in which they were written.",
-    "not_stored": "Pages that could not be written.",
+    "not_stored": "Pages that could not be written. Those behind one in its batch are not tried.",
     "removed": "Faulty objects that were removed.",
     "clipped": "Values beyond the outermost bin of a coded page.",
     "left_for_text": "Pages that are stored and were left, because computing their text was faster.",

@@ -12,7 +12,6 @@ import os
 import stat
 from dataclasses import dataclass
 from hashlib import sha256
-from pathlib import Path
 
 import msgspec
 
@@ -57,8 +56,10 @@ def read_key_file(path: str) -> StoreKey:
     """
     flag = "--blend-store-key-file"
     try:
-        with Path(path).open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):  # it is read again when storage is attached
+                raise ConfigError(f"{flag} {path} is no regular file")
             content = file.read(4 * KEY_BYTES)
     except (OSError, ValueError) as err:  # a name with a zero byte is no name
         raise ConfigError(f"{flag} {path}: {getattr(err, 'strerror', None) or err}") from None
@@ -76,6 +77,10 @@ def read_key_file(path: str) -> StoreKey:
             f"make one with: head -c 32 /dev/urandom > {path}"
         )
     return StoreKey.of(secret)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # or a pipe waits for somebody who writes to it
 
 
 @dataclass(frozen=True, slots=True)
