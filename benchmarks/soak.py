@@ -69,8 +69,6 @@ MARKED = 0.2
 """Share of the prompts that are marked where the server finds chunks by itself."""
 HOST_TIER_FLAGS = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
 STOCK_FLAGS = ["--max-total-tokens", "16000", "--log-level", "warning"]
-KEEPS_CONNECTIONS = "SGLANG_TIMEOUT_KEEP_ALIVE=3600"
-"""SGLang closes connections that are idle for 5 s, also while a client writes to them."""
 MIN_SECONDS_TO_RETRACT = 600.0
 """SGLang retracts once in about 500 requests of this traffic, so a short run may see none."""
 WARM_UP = 0.25
@@ -275,7 +273,7 @@ def main() -> int:
     flags += FIND_FLAGS if args.find else []
     setup = make_setup(args)
     # The model is so small that a second thread only waits.
-    environment = ("OMP_NUM_THREADS=1", KEEPS_CONNECTIONS)
+    environment = ("OMP_NUM_THREADS=1",)
     with ExitStack() as stack:
         store = stack.enter_context(damaged_store())
         variables = (*environment, f"{STORAGE_VARIABLE}={store.folder}")

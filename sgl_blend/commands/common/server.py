@@ -42,6 +42,12 @@ KEEP_MEMORY = (
 Without them page faults make two equal servers on a CPU differ by 10 % for as long as they live.
 """
 
+_KEEP_CONNECTIONS = "SGLANG_TIMEOUT_KEEP_ALIVE=3600"
+"""SGLang closes connections that are idle for 5 s, also while a client writes to them.
+
+Between two requests to one server, a slow machine may be busy with another for longer.
+"""
+
 
 def stock_environment() -> tuple[str, ...]:
     """Return the settings of a server that loads every installed plugin of SGLang but this one."""
@@ -171,7 +177,7 @@ def launched(
     flags = ["--host", "127.0.0.1", *port_flags(port, extra), *_device_flags(), *extra]
     launch = ["-m", "sglang.launch_server", "--model-path"]
     offline = ["HF_HUB_OFFLINE=1", "TRANSFORMERS_OFFLINE=1"] if Path(model).is_dir() else []
-    env = ["env", *offline, *environment]
+    env = ["env", *offline, _KEEP_CONNECTIONS, *environment]
     with log.open("w") as output:
         process = subprocess.Popen(
             [*env, sys.executable, *launch, str(model), *flags],
