@@ -63,8 +63,6 @@ def tiers_levels() -> str:
 def codec_models() -> str:
     """Return how small the chunks of the test models become, and what coding them costs."""
     models = load("codec.json")["models"]
-    by_time = sorted(models.values(), key=lambda found: found["origin"]["date"])
-    origin = by_time[-1]["origin"]
     costs: list[tuple[str, ...]] = []
     sizes: list[tuple[str, ...]] = []
     for model, found in models.items():
@@ -95,9 +93,13 @@ def codec_models() -> str:
         "of arithmetic coding",
         "differences / direct",
     )
+    runs = [
+        f"{model}, {found['prompts']} held-out prompts:\n\n"
+        + circumstances(found["origin"], "benchmarks/codec.py")
+        for model, found in models.items()
+    ]
     return (
-        circumstances(origin, "benchmarks/codec.py")
-        + f"Of {by_time[-1]['prompts']} held-out prompts for each model:\n\n"
+        "".join(runs)
         + table(("model", "level", "accuracy", "lost", "KL"), costs)
         + "\nThe last three columns are at pages of 64:\n\n"
         + table(smaller, sizes)
