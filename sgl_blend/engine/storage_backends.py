@@ -103,10 +103,11 @@ class FileStore:
             size = os.stat(self._path(name)).st_size
         except FileNotFoundError:  # it had to make room at once
             return False
-        if size != len(data):
-            # numpy, which SGLang writes with, does not tell that a full disk took not the last 4 KiB.
+        # numpy, which SGLang writes with, does not tell that a full disk took not the last 4 KiB.
+        is_cut = size < len(data)
+        if is_cut:
             self.remove(name)
-        return size == len(data)
+        return not is_cut
 
     def remove(self, name: str) -> None:
         """Remove a file; move aside a folder that stands in its place."""
