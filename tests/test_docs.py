@@ -119,6 +119,18 @@ def test_every_test_that_the_features_name_exists() -> None:
         assert (ROOT / path).is_file(), path
 
 
+def test_every_model_that_is_served_is_to_be_shown_on_a_gpu() -> None:
+    lines = (ROOT / "benchmarks" / "gpu_todo.md").read_text().splitlines()
+    for name in MODELS:
+        commands = [line for line in lines if f"| `{name}` |" in line]
+        assert commands, name
+        for line in commands:
+            verified, timed = re.findall(
+                r"sgl-blend (?:verify|bench ttft) --model-path (\S+?)[` ]", line
+            )
+            assert verified == timed
+
+
 def test_the_readme_is_short_and_its_sentences_are_too() -> None:
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 100
