@@ -129,7 +129,9 @@ def examine(wanted: str, known: Mapping[str, Any] | None) -> dict[str, Any]:
         "failed": sorted(_failures([*laws, *features])),
     }
     if known is None:
-        return {**origin_of_script(), **found}
+        origin = origin_of_script()
+        origin["versions"]["sglang"] = wanted  # this process has the one of the lock file
+        return {**origin, **found}
     merged = {name: {**known[name], **found[name]} for name in ("laws", "features")}
     before = set(known["failed"]) - {_name_of(case) for case in (*laws, *features)}
     return {**known, **merged, "failed": sorted({*before, *found["failed"]})}
