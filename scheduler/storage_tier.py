@@ -54,8 +54,8 @@ _PATIENCE = Patience(2.0, 2.0)
 """How long a request waits where no controller knows better."""
 
 _PUBLISH_S = 1.0
-_MOMENT_S = 1e-3
-"""Short beside the read of a page, and long beside what a round without work takes."""
+_MOMENT_S = 2e-3
+"""Long beside what a round without work takes, and short beside what a client waits for."""
 
 
 class StorageTier:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from threading import Lock
 
+from sgl_blend.engine.read_ahead import Page, Read, ReadAhead
 from sgl_blend.engine.storage_backends import LateStore
-from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
+from sgl_blend.storage.breaker import CallFault, GuardedCalls
 from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
 from sgl_blend.storage.codec.stored_levels import StoredLevels
 from sgl_blend.storage.codec.streams import ChunkStream
@@ -24,33 +24,9 @@ from sgl_blend.storage.names import ObjectNames
 logger = logging.getLogger(__name__)
 
 Observer = Callable[[int, float], None]
-_READ_AHEAD = 2
-_SPARE_PAGES = _READ_AHEAD + 1  # one is with the caller
 _LOSSLESS_SHARE = 0.75  # until a page is seen
 _STEP = 0.25
 _MOST_SUSPECTS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """A page that came.
-
-    Attributes:
-        data: The bytes of [K/V, layer, token, head, channel].
-        level: It was coded at.
-        stored_bytes: Of its object.
-        fetch: When its object was asked for and when it was there, by time.perf_counter.
-        decode_s: Seconds to check and decode it.
-    """
-
-    data: bytearray
-    level: str
-    stored_bytes: int
-    fetch: tuple[float, float]
-    decode_s: float
-
-
-_Read = Page | Fault | None
 
 
 class PageObjects:
@@ -88,7 +64,8 @@ class PageObjects:
         self._calls = calls
         self._key = key
         self._suspects: dict[str, None] = {}
-        self._spare: deque[bytearray] = deque(maxlen=_SPARE_PAGES)
+        self._ahead = ReadAhead(self._read_object, calls, form.page_bytes)
+        self._spare: deque[bytearray] = deque(maxlen=self._ahead.most_pages)
         self._lock = Lock()
 
     @property
@@ -130,42 +107,35 @@ class PageObjects:
             is_wanted: Tells whether they are still needed. SGLang stops its threads for a flush, and
                 ends the server if they do not stop within ten seconds.
         """
-        begun: deque[Pending[_Read]] = deque()
-        began, refused = time.perf_counter(), CallFault.OPEN
         came: list[Page] = []
         late: PageLabel | None = None
-        for index in range(len(labels)):
-            if not is_wanted():
-                break
-            for label in labels[index + len(begun) : index + _READ_AHEAD]:
-                pending = self._calls.start(functools.partial(self._read_object, label))
-                if isinstance(pending, CallFault):
-                    refused = pending
-                    break
-                begun.append(pending)
-            page = self._finish(begun.popleft(), is_wanted) if begun else refused
-            if page is CallFault.UNWANTED:
-                break
-            if not isinstance(page, Page):
-                is_free = self._note_missing(labels[index].name, page)
-                if isinstance(page, Fault):
-                    self._suspect(labels[index + is_free :])
-                late = labels[index] if page is CallFault.TIMEOUT else None
-                if stream is not None:
-                    stream.stop()
-                break
-            came.append(page)
-            yield page.data
-            self._spare.append(page.data)
-        for pending in begun:
-            self._calls.drop(pending)
+        began = time.perf_counter()
+        with closing(self._ahead.pages(labels, is_wanted)) as pages:
+            for index, page in enumerate(pages):
+                if isinstance(page, Page):
+                    came.append(page)
+                    yield page.data
+                    self._spare.append(page.data)
+                else:
+                    late = labels[index] if page is CallFault.TIMEOUT else None
+                    self._note_end(labels[index:], page, stream)
         self._note_read(came, stream, time.perf_counter() - began)
         self._note_speed(came, late, time.perf_counter() - began)
 
-    def _finish(self, pending: Pending[_Read], is_wanted: Callable[[], bool]) -> _Read | CallFault:
-        return self._calls.finish(pending, is_wanted)
+    def _note_end(
+        self,
+        labels: Sequence[PageLabel],
+        why: Fault | CallFault | None,
+        stream: ChunkStream | None,
+    ) -> None:
+        """Take note of the first page that did not come, of those that were left."""
+        is_free = self._note_missing(labels[0].name, why)
+        if isinstance(why, Fault):
+            self._suspect(labels[is_free:])
+        if stream is not None:
+            stream.stop()
 
-    def _read_object(self, label: PageLabel) -> _Read:
+    def _read_object(self, label: PageLabel) -> Read:
         began = time.perf_counter()
         data = self._store.get().read(label.name)
         if data is None:
