@@ -196,6 +196,28 @@ def test_pages_before_one_that_hangs_come(hang: Callable[[], None], last: int) -
     assert time.monotonic() - began < 2
 
 
+@pytest.mark.parametrize("last", [57, 59])
+def test_pages_that_come_just_when_their_call_is_given_up_count(last: int) -> None:
+    class _Preempted(_Calls):
+        """After a call that was too late, the caller gets the core back when all has been read."""
+
+        def finish(self, pending: Any, is_wanted: Callable[[], bool] | None = None) -> Any:
+            fault = super().finish(pending, is_wanted)
+            if fault is CallFault.TIMEOUT:
+                _waits_until(lambda: self.num_unfinished == 0)
+            return fault
+
+    def answer(number: int) -> Page:
+        time.sleep(0.4 if number == last else 0)
+        return _page(number)
+
+    found = _read(_Store(answer), 60, _Preempted(timeout_s=0.2))
+    pages = [read for read in found if isinstance(read, int)]
+    assert pages == list(range(len(pages)))
+    assert len(pages) > last
+    assert found == pages if len(pages) == 60 else found == [*pages, CallFault.TIMEOUT]
+
+
 def test_a_page_that_fails_behind_others_of_its_call_is_asked_for_once_more() -> None:
     def read(failing: int) -> list[Any]:
         def answer(number: int) -> Page:

@@ -131,13 +131,10 @@ class ReadAhead:
             fault: CallFault | None = self._calls.finish(call.pending, is_wanted)
             found = list(call.found)  # what came is of use, whatever became of the rest
             yield from found
-            if fault is None:
-                labels = call.labels[len(found) :]
-                if not labels:
-                    return
-                call = self._start(labels)
-            else:
-                call = fault
+            left = call.labels[len(found) :]
+            if not left:
+                return  # also if the last one came just when the call was given up
+            call = self._start(left) if fault is None else fault
         yield call
 
     def _read_some(self, labels: Sequence[PageLabel], found: list[Read]) -> None:
