@@ -1,4 +1,4 @@
-"""Pages that are read ahead, several in one call: their order, and what a store may do in between."""
+"""Objects that are fetched ahead, several in one call: their order, and what stores do meanwhile."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_blend.engine.read_ahead import Page, ReadAhead
+from sgl_blend.engine.read_ahead import Fetched, ReadAhead
 from sgl_blend.storage.breaker import Breaker, CallFault, GuardedCalls
-from sgl_blend.storage.envelope import Fault
 
 pytestmark = pytest.mark.engine
 
 _KIB = 1 << 10
-_PAGE_BYTES = 512 * _KIB  # four pages a call
+_PAGE_BYTES = 512 * _KIB  # four objects a call
+_MOST = 8
+"""Objects in flight, in two calls."""
 
 
-def _page(number: int) -> Page:
-    return Page(bytearray([number]), "level", 1, (0.0, 0.0), 0.0)
+def _object(number: int) -> Fetched:
+    return Fetched(memoryview(bytes([number])), (0.0, 0.0))
 
 
 class _Calls(GuardedCalls):
@@ -53,7 +54,7 @@ class _Calls(GuardedCalls):
 class _Store:
     """Answers a label, which is a number here, as it is told to."""
 
-    def __init__(self, answer: Callable[[int], Any] = _page) -> None:
+    def __init__(self, answer: Callable[[int], Any] = _object) -> None:
         self._answer = answer
         self._lock = threading.Lock()
         self.asked: Counter[int] = Counter()
@@ -73,12 +74,12 @@ def _read(
     is_wanted: Callable[[], bool] = lambda: True,
     page_bytes: int = _PAGE_BYTES,
 ) -> list[Any]:
-    """Return what is yielded, a page as its number."""
+    """Return what is yielded, an object as its number."""
     labels: Any = range(count)
     ahead = ReadAhead(store.read, calls, page_bytes)
-    found = list(ahead.pages(labels, is_wanted))
+    found = list(ahead.objects(labels, is_wanted))
     assert not calls.left
-    return [read.data[0] if isinstance(read, Page) else read for read in found]
+    return [read.data[0] if isinstance(read, Fetched) else read for read in found]
 
 
 def _waits_until(condition: Callable[[], bool]) -> None:
@@ -96,23 +97,23 @@ def hang() -> Iterator[Callable[[], None]]:
     over.set()
 
 
-def test_small_pages_that_come_fast_share_calls() -> None:
+def test_small_objects_that_come_fast_share_calls() -> None:
     calls, store = _Calls(), _Store()
     assert _read(store, 100, calls) == list(range(100))
     assert calls.begun <= 40
     assert set(store.asked.values()) == {1}
 
 
-def test_large_pages_have_a_call_each() -> None:
+def test_large_objects_have_a_call_each() -> None:
     calls = _Calls()
     assert _read(_Store(), 20, calls, page_bytes=1100 * _KIB) == list(range(20))
     assert calls.begun == 20
 
 
-def test_a_slow_store_is_asked_for_one_page_a_call() -> None:
-    def slow(number: int) -> Page:
+def test_a_slow_store_is_asked_for_one_object_a_call() -> None:
+    def slow(number: int) -> Fetched:
         time.sleep(0.01)
-        return _page(number)
+        return _object(number)
 
     calls = _Calls()
     assert _read(_Store(slow), 20, calls) == list(range(20))
@@ -120,9 +121,9 @@ def test_a_slow_store_is_asked_for_one_page_a_call() -> None:
 
 
 def test_a_store_that_becomes_slow_is_not_waited_for_by_whole_calls() -> None:
-    def slower(number: int) -> Page:
+    def slower(number: int) -> Fetched:
         time.sleep(0.03 if number >= 40 else 0)
-        return _page(number)
+        return _object(number)
 
     calls, store = _Calls(), _Store(slower)
     assert _read(store, 60, calls) == list(range(60))
@@ -130,46 +131,44 @@ def test_a_store_that_becomes_slow_is_not_waited_for_by_whole_calls() -> None:
     assert calls.begun >= 10 + 20  # of four at most, and then of one
 
 
-def test_pages_in_memory_are_no_more_than_announced() -> None:
+def test_objects_in_flight_are_no_more_than_two_calls_fetch() -> None:
     made, returned, most = 0, 0, 0
     lock = threading.Lock()
 
-    def count(number: int) -> Page:
+    def count(number: int) -> Fetched:
         nonlocal made, most
         with lock:
             made += 1
             most = max(most, made - returned)
-        return _page(number)
+        return _object(number)
 
     ahead = ReadAhead(_Store(count).read, _Calls(), _PAGE_BYTES)
     labels: Any = range(200)
-    for _ in ahead.pages(labels, lambda: True):
+    for _ in ahead.objects(labels, lambda: True):
         time.sleep(0.0005)  # the caller is the slower one
         with lock:
             returned += 1
     assert returned == 200
-    assert 4 < most <= ahead.most_pages == 8
+    assert 4 < most <= _MOST
 
 
-_OUTCOMES = st.sampled_from(
-    ["page", "page", "page", "page", "raises once", "none", "fault", "raises"]
-)
+_OUTCOMES = st.sampled_from(["there", "there", "there", "there", "raises once", "none", "raises"])
 
 
 @settings(max_examples=200, deadline=None)
 @given(outcomes=st.lists(_OUTCOMES, max_size=30), size=st.sampled_from([300, 512, 1100]))
-def test_what_comes_is_the_pages_up_to_the_first_that_does_not(
+def test_what_comes_is_the_objects_up_to_the_first_that_does_not(
     outcomes: list[str], size: int
 ) -> None:
     def answer(number: int) -> Any:
         outcome = outcomes[number]
         if outcome == "raises" or (outcome == "raises once" and store.asked[number] == 1):
             raise OSError(number)
-        return {"none": None, "fault": Fault.CORRUPT}.get(outcome, _page(number))
+        return None if outcome == "none" else _object(number)
 
     store, calls = _Store(answer), _Calls(failures=1000)
     found = _read(store, len(outcomes), calls, page_bytes=size * _KIB)
-    last = {"none": None, "fault": Fault.CORRUPT, "raises": CallFault.ERROR}
+    last = {"none": None, "raises": CallFault.ERROR}
     shared = found + [None] * (len(outcomes) - len(found))
     for number, outcome in enumerate(outcomes):
         if outcome == "raises once" and found[number] is CallFault.ERROR:
@@ -185,11 +184,11 @@ def test_what_comes_is_the_pages_up_to_the_first_that_does_not(
 
 
 @pytest.mark.parametrize("last", range(50, 54))  # wherever it is in its call
-def test_pages_before_one_that_hangs_come(hang: Callable[[], None], last: int) -> None:
-    def answer(number: int) -> Page:
+def test_objects_before_one_that_hangs_come(hang: Callable[[], None], last: int) -> None:
+    def answer(number: int) -> Fetched:
         if number == last:
             hang()
-        return _page(number)
+        return _object(number)
 
     began, calls = time.monotonic(), _Calls(timeout_s=0.3)
     assert _read(_Store(answer), 60, calls) == [*range(last), CallFault.TIMEOUT]
@@ -197,7 +196,7 @@ def test_pages_before_one_that_hangs_come(hang: Callable[[], None], last: int) -
 
 
 @pytest.mark.parametrize("last", [57, 59])
-def test_pages_that_come_just_when_their_call_is_given_up_count(last: int) -> None:
+def test_objects_that_come_just_when_their_call_is_given_up_count(last: int) -> None:
     class _Preempted(_Calls):
         """After a call that was too late, the caller gets the core back when all has been read."""
 
@@ -207,23 +206,23 @@ def test_pages_that_come_just_when_their_call_is_given_up_count(last: int) -> No
                 _waits_until(lambda: self.num_unfinished == 0)
             return fault
 
-    def answer(number: int) -> Page:
+    def answer(number: int) -> Fetched:
         time.sleep(0.4 if number == last else 0)
-        return _page(number)
+        return _object(number)
 
     found = _read(_Store(answer), 60, _Preempted(timeout_s=0.2))
-    pages = [read for read in found if isinstance(read, int)]
-    assert pages == list(range(len(pages)))
-    assert len(pages) > last
-    assert found == pages if len(pages) == 60 else found == [*pages, CallFault.TIMEOUT]
+    there = [read for read in found if isinstance(read, int)]
+    assert there == list(range(len(there)))
+    assert len(there) > last
+    assert found == there if len(there) == 60 else found == [*there, CallFault.TIMEOUT]
 
 
-def test_a_page_that_fails_behind_others_of_its_call_is_asked_for_once_more() -> None:
+def test_an_object_that_fails_behind_others_of_its_call_is_asked_for_once_more() -> None:
     def read(failing: int) -> list[Any]:
-        def answer(number: int) -> Page:
+        def answer(number: int) -> Fetched:
             if number == failing and store.asked[number] == 1:
                 raise OSError(number)
-            return _page(number)
+            return _object(number)
 
         store = _Store(answer)
         return _read(store, 60, _Calls())
@@ -234,13 +233,13 @@ def test_a_page_that_fails_behind_others_of_its_call_is_asked_for_once_more() ->
     assert all(each in (list(range(60)), first) for each, first in zip(found, firsts, strict=True))
 
 
-def test_behind_a_page_that_is_not_stored_no_call_goes_on() -> None:
-    store = _Store(lambda number: _page(number) if number < 60 else None)
+def test_behind_an_object_that_is_not_stored_no_call_goes_on() -> None:
+    store = _Store(lambda number: _object(number) if number < 60 else None)
     ahead = ReadAhead(store.read, _Calls(), _PAGE_BYTES)
     labels: Any = range(60)
-    assert len(list(ahead.pages(labels, lambda: True))) == 60
+    assert len(list(ahead.objects(labels, lambda: True))) == 60
     labels = range(60, 80)
-    assert list(ahead.pages(labels, lambda: True)) == [None]
+    assert list(ahead.objects(labels, lambda: True)) == [None]
     assert sum(number >= 60 for number in store.asked) <= 2  # the first of two calls
 
 
@@ -250,11 +249,11 @@ def test_nothing_comes_once_nobody_wants_it(last: int) -> None:
     ahead = ReadAhead(store.read, calls, _PAGE_BYTES)
     labels: Any = range(60)
     found: list[Any] = []
-    for read in ahead.pages(labels, lambda: len(found) < last):
-        assert isinstance(read, Page)
+    for read in ahead.objects(labels, lambda: len(found) < last):
+        assert isinstance(read, Fetched)
         found.append(read.data[0])
     assert found == list(range(last))
-    assert len(store.asked) < last + ahead.most_pages
+    assert len(store.asked) < last + _MOST
     assert not calls.left
     _waits_until(lambda: calls.num_unfinished == 0)
     assert _read(_Store(), 4, calls) == [0, 1, 2, 3], "that was no failure"
@@ -263,10 +262,10 @@ def test_nothing_comes_once_nobody_wants_it(last: int) -> None:
 def test_one_that_hangs_is_waited_for_only_while_it_is_wanted(hang: Callable[[], None]) -> None:
     unwanted: list[bool] = []
 
-    def answer(number: int) -> Page:
+    def answer(number: int) -> Fetched:
         if number == 3:
             hang()
-        return _page(number)
+        return _object(number)
 
     def is_wanted() -> bool:
         if not store.asked[3] or unwanted:
@@ -284,9 +283,9 @@ def test_one_that_hangs_is_waited_for_only_while_it_is_wanted(hang: Callable[[],
 def test_a_caller_who_leaves_gives_up_what_was_begun() -> None:
     calls, store = _Calls(), _Store()
     labels: Any = range(60)
-    pages = ReadAhead(store.read, calls, _PAGE_BYTES).pages(labels, lambda: True)
-    assert isinstance(next(pages), Page)
-    pages.close()
+    objects = ReadAhead(store.read, calls, _PAGE_BYTES).objects(labels, lambda: True)
+    assert isinstance(next(objects), Fetched)
+    objects.close()
     assert not calls.left
     _waits_until(lambda: calls.num_unfinished == 0)
     assert len(store.asked) < 12
@@ -295,7 +294,7 @@ def test_a_caller_who_leaves_gives_up_what_was_begun() -> None:
 def test_a_store_that_is_left_alone_is_asked_for_nothing_and_then_for_one_call() -> None:
     now = [0.0]
 
-    def fail(number: int) -> Page:
+    def fail(number: int) -> Fetched:
         raise OSError
 
     calls = _Calls(failures=1, first_pause_s=1.0, clock=lambda: now[0])

@@ -91,6 +91,26 @@ def test_an_object_at_a_position_beyond_this_server_s_stays_and_is_not_stored(
     assert load(storage, pool, keys) == PAGES
 
 
+def test_a_page_whose_decoding_raises_is_counted_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, keys = make_host_pool(), hashes()
+    storage = file_storage(tmp_path, pool)
+    assert save(storage, pool, keys)
+    third = storage._objects.names.label(keys[2]).name
+
+    def reading(data: Any, label: Any, *rest: Any) -> bytearray | Fault:
+        if label.name == third:
+            raise MemoryError
+        return unpack(data, label, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page_objects, "unpack", reading)
+        assert load(storage, pool, keys) == 2
+    assert faults_of(storage) == {"error": 1}
+    assert storage.batch_exists(keys) == load(storage, pool, keys) == PAGES
+
+
 @pytest.mark.parametrize("room", [0, 1000], ids=["nothing", "a part"])
 def test_a_small_object_that_a_full_disk_cut_is_not_stored(tmp_path: Path, room: int) -> None:
     pool, keys = make_host_pool(), hashes()

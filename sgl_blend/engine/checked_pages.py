@@ -218,9 +218,9 @@ class CheckedPages:
         Returns:
             How many were read.
         """
-        read = 0
+        read, slots = 0, self._slots(host_indices)
         for page in self._objects.read(*self._chosen(keys), is_wanted):
-            self._pages.write(self._slot(host_indices, read), page)
+            self._pages.write(slots[read], page)
             read += 1
         return read
 
@@ -275,7 +275,7 @@ class CheckedPages:
         self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None
     ) -> list[bool]:
         """Store pages of the host pool up to the first that cannot be stored."""
-        slots = [self._slot(host_indices, index) for index in range(len(keys))]
+        slots = self._slots(host_indices)
         stored = self._write(keys, [functools.partial(self._pages.read, slot) for slot in slots])
         return [index < stored for index in range(len(keys))]
 
@@ -372,8 +372,10 @@ class CheckedPages:
             self._calls.call(made.close)
         self._calls.close()
 
-    def _slot(self, host_indices: torch.Tensor, index: int) -> int:
-        return int(host_indices[index * self._pages.form.tokens])
+    def _slots(self, host_indices: torch.Tensor) -> list[int]:
+        """Return where pages begin whose tokens go to these slots."""
+        slots: list[int] = host_indices[:: self._pages.form.tokens].tolist()
+        return slots
 
 
 def _stream_of(extra_info: object) -> ChunkStream | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgl_blend.engine.tiers import MIN_PAGE_TOKENS
 from sgl_blend.errors import UnsupportedError
@@ -36,6 +37,8 @@ class HostPages:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._viewed: torch.Tensor | None = None
+        self._bits: NDArray[Any] = np.empty(0)
         self._check()
         dtype = str(pool.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
@@ -68,24 +71,26 @@ class HostPages:
 
     def read(self, slot: int) -> memoryview:
         """Return a copy of the page that begins at a slot."""
-        page = self._page_at(slot).clone(memory_format=torch.contiguous_format)
-        return page.view(-1).view(torch.uint8).numpy().data
+        return np.array(self._page_at(slot), order="C").reshape(-1).view(np.uint8).data
 
     def write(self, slot: int, page: bytearray) -> None:
         """Put a page where another began; bits are kept, also those of NaN."""
-        held = self._page_at(slot).numpy()
-        # Not by torch: its threads would take the cores from those that decode the next pages.
+        # Not by torch: its threads would take the cores from those that decode the next pages, and each
+        # of its operations, also to view a tensor, lets go of Python's lock, for which they wait, too.
+        held = self._page_at(slot)
         held[...] = np.frombuffer(page, held.dtype).reshape(held.shape)
 
-    def _page_at(self, slot: int) -> torch.Tensor:
+    def _page_at(self, slot: int) -> NDArray[Any]:
         """View the bits of a page of the pool as integers: [K/V, layer, token, head, channel]."""
         pool, tokens = self._pool, self.form.tokens
-        bits: torch.Tensor = pool.kv_buffer.view(_BITS[ITEM_BYTES[self.form.dtype]])
+        if self._viewed is not pool.kv_buffer:
+            self._bits = pool.kv_buffer.view(_BITS[ITEM_BYTES[self.form.dtype]]).numpy()
+            self._viewed = pool.kv_buffer  # last, as threads that write look at it
         if pool.layout == "layer_first":
-            return bits[:, :, slot : slot + tokens]
+            return self._bits[:, :, slot : slot + tokens]
         if pool.layout == "page_first":
-            return bits[:, slot : slot + tokens].transpose(1, 2)
-        return bits[:, slot // tokens]
+            return self._bits[:, slot : slot + tokens].swapaxes(1, 2)
+        return self._bits[:, slot // tokens]
 
     def canonical(self, flat: torch.Tensor) -> memoryview:
         """Return the bytes of one of SGLang's flat pages, in our order."""

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from threading import Lock
 
-from sgl_blend.engine.read_ahead import Page, Read, ReadAhead
+from sgl_blend.engine.read_ahead import Fetched, ReadAhead
 from sgl_blend.engine.storage_backends import LateStore
 from sgl_blend.storage.breaker import CallFault, GuardedCalls
 from sgl_blend.storage.codec.coded_pages import pack_coded, unpack_coded
@@ -27,6 +28,24 @@ Observer = Callable[[int, float], None]
 _LOSSLESS_SHARE = 0.75  # until a page is seen
 _STEP = 0.25
 _MOST_SUSPECTS = 10_000
+_SPARE_PAGES = 2  # SGLang reads in one thread and writes in another
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page that came.
+
+    Attributes:
+        level: It was coded at.
+        stored_bytes: Of its object.
+        fetch: When its object was asked for and when it was there, by time.perf_counter.
+        decode_s: Seconds to check and decode it.
+    """
+
+    level: str
+    stored_bytes: int
+    fetch: tuple[float, float]
+    decode_s: float
 
 
 class PageObjects:
@@ -64,8 +83,8 @@ class PageObjects:
         self._calls = calls
         self._key = key
         self._suspects: dict[str, None] = {}
-        self._ahead = ReadAhead(self._read_object, calls, form.page_bytes)
-        self._spare: deque[bytearray] = deque(maxlen=self._ahead.most_pages)
+        self._ahead = ReadAhead(self._fetch, calls, form.page_bytes)
+        self._spare: deque[bytearray] = deque(maxlen=_SPARE_PAGES)
         self._lock = Lock()
 
     @property
@@ -109,16 +128,17 @@ class PageObjects:
         """
         came: list[Page] = []
         late: PageLabel | None = None
-        began = time.perf_counter()
-        with closing(self._ahead.pages(labels, is_wanted)) as pages:
-            for index, page in enumerate(pages):
-                if isinstance(page, Page):
-                    came.append(page)
-                    yield page.data
-                    self._spare.append(page.data)
-                else:
+        began, into = time.perf_counter(), self._memory()
+        with closing(self._ahead.objects(labels, is_wanted)) as objects:
+            for index, found in enumerate(objects):
+                page = self._decode(found, labels[index], into)
+                if not isinstance(page, Page):
                     late = labels[index] if page is CallFault.TIMEOUT else None
                     self._note_end(labels[index:], page, stream)
+                    break
+                came.append(page)
+                yield into
+        self._spare.append(into)
         self._note_read(came, stream, time.perf_counter() - began)
         self._note_speed(came, late, time.perf_counter() - began)
 
@@ -135,25 +155,36 @@ class PageObjects:
         if stream is not None:
             stream.stop()
 
-    def _read_object(self, label: PageLabel) -> Read:
+    def _fetch(self, label: PageLabel) -> Fetched | None:
         began = time.perf_counter()
         data = self._store.get().read(label.name)
-        if data is None:
-            return None
-        fetched, size, levels = time.perf_counter(), len(data), self.levels
+        return None if data is None else Fetched(data, (began, time.perf_counter()))
+
+    def _decode(
+        self, found: Fetched | CallFault | None, label: PageLabel, into: bytearray
+    ) -> Page | Fault | CallFault | None:
+        """Put the page of an object into memory; return why there is none.
+
+        It runs in SGLang's thread, which would die of an exception and never read again. There one page
+        after the other has its memory, so that it stays in the core's cache until it is copied.
+        """
+        if not isinstance(found, Fetched):
+            return found
+        began, levels = time.perf_counter(), self.levels
         if label.level != LEVEL and levels is None:  # the weights are others now
             return None
-        into = self._memory()
-        if label.level == LEVEL or levels is None:
-            page = unpack(data, label, self._key, into)
-        else:
-            coder = levels.coder(label.level, label.format)
-            page = unpack_coded(data, label, coder, self._key, into)
-        if isinstance(page, Fault):
-            self._spare.append(into)
-            return page
-        decode_s = time.perf_counter() - fetched
-        return Page(page, label.level, size, (began, fetched), decode_s)
+        try:
+            if label.level == LEVEL or levels is None:
+                made = unpack(found.data, label, self._key, into)
+            else:
+                coder = levels.coder(label.level, label.format)
+                made = unpack_coded(found.data, label, coder, self._key, into)
+        except Exception:
+            logger.exception("sgl-blend: a page could not be decoded")
+            return CallFault.ERROR
+        if isinstance(made, Fault):
+            return made
+        return Page(label.level, len(found.data), found.span, time.perf_counter() - began)
 
     def _memory(self) -> bytearray:
         """Return memory for a page that nobody else has."""
@@ -200,7 +231,9 @@ class PageObjects:
             self._suspects.pop(label.name, None)
         if stored is not True or not is_suspect:
             return stored
-        page = self._calls.call(lambda: self._read_object(label))
+        into = self._memory()
+        page = self._decode(self._calls.call(lambda: self._fetch(label)), label, into)
+        self._spare.append(into)
         if isinstance(page, Page | CallFault):
             return True
         if self._note_missing(label.name, page) or page is None:

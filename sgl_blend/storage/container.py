@@ -257,12 +257,23 @@ def _join(
         piece = data[offset : offset + frame.size]
         if not grow(frame.codec, piece, part.reshape(-1), ITEM_BYTES[form.dtype]):
             return None
-        for index in range(frame.units):
-            layer, kind = divmod(first + index, 2)
-            halves[kind, layer] = part[index]
+        put_units(halves, first, part)
         first += frame.units
         offset += frame.size
     return page
+
+
+def put_units(halves: Octets, first: int, units: Octets) -> None:
+    """Put neighbours of K and V by layer into their page.
+
+    Args:
+        halves: The page, uint8 [K/V, layer, unit_bytes].
+        first: The first of them: 2 * layer, one more for V.
+        units: uint8 [units, unit_bytes].
+    """
+    end = first + len(units)
+    halves[0, (first + 1) // 2 : (end + 1) // 2] = units[first % 2 :: 2]
+    halves[1, first // 2 : end // 2] = units[1 - first % 2 :: 2]
 
 
 def units_of(page: Bytes, form: PageFormat) -> Octets:

@@ -58,9 +58,16 @@ def grow(codec: int, data: memoryview, raw: Octets, item: int) -> bool:
     top = inflate(data[below:], elements)
     if top is None:
         return False
-    planes = raw.reshape(elements, item).T
-    planes[:-1] = np.frombuffer(data[:below], np.uint8).reshape(item - 1, elements)
-    planes[-1] = np.frombuffer(top, np.uint8)
+    low, high = np.frombuffer(data[:below], np.uint8), np.frombuffer(top, np.uint8)
+    if item == 2:  # to write every other byte takes several times as long
+        values = raw.view("<u2")
+        values[:] = high
+        values <<= 8
+        values |= low
+    else:
+        planes = raw.reshape(elements, item).T
+        planes[:-1] = low.reshape(item - 1, elements)
+        planes[-1] = high
     return True
 
 

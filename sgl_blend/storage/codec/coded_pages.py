@@ -10,12 +10,14 @@ value that is not finite holds the bytes of the elements instead, and loses noth
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import numpy as np
 import torch
 
 from sgl_blend.storage.codec.coder import PageCoder
-from sgl_blend.storage.container import PageLabel, read_header, units_of, with_header
+from sgl_blend.storage.container import PageLabel, put_units, read_header, units_of, with_header
 from sgl_blend.storage.envelope import Bytes, Fault, seal, unseal
 from sgl_blend.storage.frames import ITEM_BYTES, grow, shrink
 
@@ -174,21 +176,23 @@ def _join(
     if any(frame.size < 0 for frame in frames) or sum(f.size for f in frames) != len(data):
         return None
     page = bytearray(form.page_bytes) if into is None else into
-    values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
     halves = np.frombuffer(page, np.uint8).reshape(2, form.layers, form.unit_bytes)
-    first = offset = 0
-    for frame in frames:
-        piece = data[offset : offset + frame.size]
-        if frame.codec == _CODED:
-            if not coder.decode(piece, values, first, frame.units, header.position):
+    units = list(itertools.accumulate(coder.frames, initial=0))
+    ends = itertools.accumulate(frame.size for frame in frames)
+    pieces = [data[end - frame.size : end] for frame, end in zip(frames, ends, strict=True)]
+    for is_coded, run in itertools.groupby(
+        range(len(frames)), lambda index: frames[index].codec == _CODED
+    ):
+        first, *_ = own = list(run)
+        if is_coded:
+            if not coder.decode([pieces[index] for index in own], page, first, header.position):
                 return None
-        else:
-            raw = np.empty(frame.units * form.unit_bytes, np.uint8)
-            if not grow(frame.codec, piece, raw, ITEM_BYTES[form.dtype]):
+            continue
+        for index in own:
+            raw = np.empty((frames[index].units, form.unit_bytes), np.uint8)
+            if not grow(
+                frames[index].codec, pieces[index], raw.reshape(-1), ITEM_BYTES[form.dtype]
+            ):
                 return None
-            for index, part in enumerate(raw.reshape(frame.units, -1), first):
-                layer, kind = divmod(index, 2)
-                halves[kind, layer] = part
-        first += frame.units
-        offset += frame.size
+            put_units(halves, units[index], raw)
     return page

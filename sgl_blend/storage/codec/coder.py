@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from sgl_blend.errors import ConfigError
@@ -77,9 +78,9 @@ class PageCoder(Protocol):
         """Code neighbouring units of a page."""
 
     def decode(
-        self, data: memoryview, page: torch.Tensor, first: int, count: int, position: int
+        self, frames: Sequence[memoryview], page: bytearray, first: int, position: int
     ) -> bool:
-        """Put neighbouring units into a page; return whether the frame holds just these."""
+        """Put the units of neighbouring frames into a page; return whether they hold just these."""
 
 
 class Coder:
@@ -127,7 +128,8 @@ class Coder:
         ]
         self._turns: dict[int, fast.Turn] = {}
         self._together: dict[int, UnitCode] = {}
-        self._tables_of: dict[int, fast.Tables] = {}
+        self._is_direct = np.array([code.transform is Transform.DIRECT for code in self.codes])
+        self._tables = fast.tables_of(self.codes)
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
             tables = probabilities_of(profile, rounding, figures)
@@ -137,19 +139,19 @@ class Coder:
         first = 0
         for count in self.frames:
             codes = self.codes[first : first + count]
-            if all(code.transform is Transform.DIRECT for code in codes):
-                self._together[first] = together = stack_codes(codes)
-                self._tables_of[first] = fast.tables_of(together)
+            if self._is_direct[first : first + count].all():
+                self._together[first] = stack_codes(codes)
             first += count
 
-    def _tables(self, position: int) -> fast.Turn:
+    def _turn(self, position: int) -> fast.Turn:
         """Return what rotates the keys of a page.
 
         All of its frames ask for the same, and pages of other chunks stand at the same positions.
         """
         found = self._turns.get(position)
         if found is None:
-            found = self._rotation.tables(position, self._form.tokens)
+            cos, sin = self._rotation.tables(position, self._form.tokens)
+            found = cos.numpy(), sin.numpy()
             if len(self._turns) >= _MOST_TURNS:
                 self._turns.clear()
             self._turns[position] = found
@@ -179,7 +181,7 @@ class Coder:
         if not _is_finite(units):
             return None
         keys = units[first % 2 :: 2]
-        cos, sin = self._tables(position)
+        cos, sin = map(torch.from_numpy, self._turn(position))
         keys.copy_(turn(keys, cos, -sin, neox=self._rotation.neox))
         if (together := self._together.get(first)) is not None:
             packed, clipped = encode_unit(units, together)
@@ -192,39 +194,60 @@ class Coder:
         return self._entropy.encode(parts, first), clipped
 
     def decode(
-        self, data: memoryview, page: torch.Tensor, first: int, count: int, position: int
+        self, frames: Sequence[memoryview], page: bytearray, first: int, position: int
     ) -> bool:
-        """Put neighbouring units into a page; arguments as encode.
+        """Put the units of neighbouring frames into a page.
+
+        Args:
+            frames: Their bytes.
+            page: The bytes of [K/V, layer, token, head, channel]; the units are filled.
+            first: Which frame of the page the first one is.
+            position: Of the page's first token.
 
         Returns:
-            Whether the frame holds just these units.
+            Whether the frames hold just these units.
         """
-        sizes = self.sizes[first : first + count]
-        packed = self._entropy.decode(data, sizes, first)
-        if packed is None:
-            return False
-        tokens, neox = self._form.tokens, self._rotation.neox
-        cos, sin = self._tables(position)
-        together = self._together.get(first)
-        if together is not None and fast.can_decode(
-            together, page.dtype, self._rotation.table.shape[1], neox=neox
+        counts = self.frames[first : first + len(frames)]
+        begin = end = sum(self.frames[:first])
+        parts = []
+        for frame, count in zip(frames, counts, strict=True):
+            made = self._entropy.decode(frame, self.sizes[end : end + count], end)
+            if made is None:
+                return False
+            parts.append(made)
+            end += count
+        form, rotation = self._form, self._rotation
+        if self._is_direct[begin:end].all() and fast.can_decode(
+            self.codes[0], form.dtype, rotation.table.shape[1], neox=rotation.neox
         ):
-            fast.decode(packed, self._tables_of[first], (cos, sin), first, page)
+            tables = fast.Tables(*(table[begin:end] for table in self._tables))
+            packed = np.frombuffer(bytearray().join(parts), np.uint8)
+            fast.decode(packed, tables, self._turn(position), begin, page, form)
             return True
-        if together is not None:
+        values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
+        for made, count in zip(parts, counts, strict=True):
+            self._put(made, values, begin, count, position)
+            begin += count
+        return True
+
+    def _put(self, made: bytes, page: torch.Tensor, first: int, count: int, position: int) -> None:
+        """Put neighbouring units into a page by torch."""
+        packed = torch.frombuffer(bytearray(made), dtype=torch.uint8)
+        tokens, neox = self._form.tokens, self._rotation.neox
+        if (together := self._together.get(first)) is not None:
             units = decode_unit(packed.view(count, -1), together, tokens)
         else:
             codes = self.codes[first : first + count]
-            parts = torch.split(packed, sizes)
+            parts = torch.split(packed, self.sizes[first : first + count])
             units = torch.stack(
                 [decode_unit(part, code, tokens) for part, code in zip(parts, codes, strict=True)]
             )
+        cos, sin = map(torch.from_numpy, self._turn(position))
         of_keys, of_values = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
         keys = page[0, (first + 1) // 2 : (first + count + 1) // 2]
         values = page[1, first // 2 : (first + count) // 2]
         keys.copy_(turn(units[of_keys], cos, sin, neox=neox))
         values.copy_(units[of_values])
-        return True
 
 
 def _units_of(page: torch.Tensor, first: int, count: int) -> torch.Tensor:

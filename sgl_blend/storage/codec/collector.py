@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,7 +53,7 @@ class Collector:
         return deflate(unit.contiguous().numpy().tobytes()), 0
 
     def decode(
-        self, data: memoryview, page: torch.Tensor, first: int, count: int, position: int
+        self, frames: Sequence[memoryview], page: bytearray, first: int, position: int
     ) -> bool:
         """Decode nothing."""
         return False

@@ -27,8 +27,8 @@ class EntropyCoder(Protocol):
     def encode(self, units: Sequence[torch.Tensor], first: int) -> bytes:
         """Compress neighbours, the first of which is unit ``first`` of the page."""
 
-    def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> torch.Tensor | None:
-        """Return their packed bytes one after the other, uint8 [sum(sizes)]; None if it is not so."""
+    def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> bytes | None:
+        """Return their packed bytes one after the other, sum(sizes); None if it is not so."""
 
 
 class ZstdCoder:
@@ -38,11 +38,9 @@ class ZstdCoder:
         """Compress neighbours."""
         return deflate_symbols(torch.cat(list(units)).numpy().data)
 
-    def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> torch.Tensor | None:
+    def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> bytes | None:
         """Return their packed bytes."""
-        made = inflate(data, sum(sizes))
-        # A copy would cost as much as decompressing; nothing writes to it.
-        return None if made is None else torch.frombuffer(bytearray(made), dtype=torch.uint8)
+        return inflate(data, sum(sizes))
 
 
 class ArithmeticCoder:
@@ -87,7 +85,7 @@ class ArithmeticCoder:
         words: bytes = encoder.get_compressed().tobytes()
         return _LENGTH.pack(len(head)) + head + words
 
-    def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> torch.Tensor | None:
+    def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> bytes | None:
         """Return their packed bytes."""
         codes = self._codes[first : first + len(sizes)]
         begins = [code.num_anchor_bytes(self._tokens) for code in codes]
@@ -117,7 +115,7 @@ class ArithmeticCoder:
                 return None
             bins = torch.from_numpy(symbols.astype(np.uint8)).view(tokens, heads, dim)
             parts.append(pack_bins(bins, code.level.bits).reshape(-1))
-        return torch.cat(parts)
+        return torch.cat(parts).numpy().tobytes()
 
     def _table(self, index: int, tokens: int) -> Floats:
         """Return the distribution of each symbol: float32 [tokens * heads * dim, bins]."""

@@ -2,24 +2,33 @@
 
 The pass unpacks, scales, rotates and rounds a value while it is at hand. Each operation is a float32
 operation of its own, as in quantiser.py: numba fuses none unless it is told to.
+
+Several threads decode. Whoever lets go of Python's lock may wait long for it, and each operation of
+torch lets go of it, also to view a tensor. So there is none here, and one call of numba's for as many
+units as there are.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from sgl_blend.storage.codec.levels import LEVELS, Floats, Transform
+from sgl_blend.storage.codec.levels import Floats
 from sgl_blend.storage.codec.quantiser import UnitCode
+from sgl_blend.storage.container import PageFormat
+from sgl_blend.storage.frames import Octets
 
 logger = logging.getLogger(__name__)
 
-Turn = tuple[torch.Tensor, torch.Tensor]
+Turn = tuple[Floats, Floats]
+"""cos and sin of the tokens of a page: [tokens, dim / 2], contiguous."""
+
+_BITS = {"bfloat16": np.uint16, "float32": np.float32}
 
 
 class Tables(NamedTuple):
@@ -34,11 +43,10 @@ class Tables(NamedTuple):
     base: Floats
 
 
-def tables_of(code: UnitCode) -> Tables:
-    """Return the tables of units whose codes are stacked."""
-    # Loops over other strides than those of whole arrays are many times slower.
+def tables_of(codes: Sequence[UnitCode]) -> Tables:
+    """Return the tables of units, none of them of differences where they are used."""
     step, base = (
-        np.ascontiguousarray(table.flatten(0, 1).numpy()) for table in (code.step, code.base)
+        np.stack([getattr(code, name).numpy() for code in codes]) for name in ("step", "base")
     )
     return Tables(step, base)
 
@@ -56,11 +64,11 @@ def is_available() -> bool:
     return True
 
 
-def can_decode(code: UnitCode, dtype: torch.dtype, rotary_dim: int, *, neox: bool) -> bool:
+def can_decode(code: UnitCode, dtype: str, rotary_dim: int, *, neox: bool) -> bool:
     """Tell whether units are decoded here: heads that are rotated as a whole, by halves."""
     return (
         code.level.bits == 4
-        and dtype in (torch.bfloat16, torch.float32)
+        and dtype in _BITS
         and neox
         and rotary_dim == code.step.shape[-1]
         and is_available()
@@ -71,34 +79,32 @@ def warm_up() -> None:
     """Have everything compiled, or read from the disk: no request waits for it."""
     if not is_available():
         return
-    table, still = torch.zeros(2, 1, 1, 2), torch.zeros(1, 1)
-    tables = tables_of(UnitCode(Transform.DIRECT, LEVELS["q4"], table, table, table, table, table))
-    for dtype in (torch.bfloat16, torch.float32):
-        page = torch.empty(2, 1, 1, 1, 2, dtype=dtype)
-        decode(torch.zeros(2, dtype=torch.uint8), tables, (still, still), 0, page)
+    zeros = np.zeros((2, 1, 2), np.float32)
+    still = zeros[:1, :, 0]
+    for dtype in _BITS:
+        form = PageFormat(dtype, 1, 1, 1, 2)
+        page = bytearray(form.page_bytes)
+        decode(np.zeros(2, np.uint8), Tables(zeros, zeros), (still, still), 0, page, form)
 
 
 def decode(
-    packed: torch.Tensor, tables: Tables, turn: Turn, first: int, page: torch.Tensor
+    packed: Octets, tables: Tables, turn: Turn, first: int, page: bytearray, form: PageFormat
 ) -> None:
     """Decode neighbouring units into their page; keys and values take turns, layer by layer.
-
-    It is one call of Python's for many units: short ones of several threads wait for one another.
 
     Args:
         packed: uint8, units of [tokens, heads, dim / 2] one after the other.
         tables: Of the units.
-        turn: cos and sin of the page's tokens, float32 [tokens, dim / 2], contiguous.
+        turn: Of the page.
         first: The first unit: 2 * layer, one more for V.
-        page: bfloat16 or float32 [K/V, layer, token, head, dim], contiguous; the units are filled.
+        page: The bytes of [K/V, layer, token, head, channel]; the units are filled.
+        form: Of the page, bfloat16 or float32.
     """
     from sgl_blend.storage.codec import fast_kernels as kernels
 
-    units, heads, dim = tables.step.shape
-    bins = packed.numpy().reshape(units, page.shape[2], heads, dim // 2)
-    cos, sin = (part.numpy() for part in turn)
-    if page.dtype == torch.bfloat16:
-        bits = page.view(torch.uint16).numpy()
-        kernels.decode_to_bfloat16(bins, *tables, cos, sin, first, bits)
+    bins = packed.reshape(len(tables.step), form.tokens, form.heads, form.dim // 2)
+    values = np.frombuffer(page, _BITS[form.dtype]).reshape(form.shape)
+    if form.dtype == "bfloat16":
+        kernels.decode_to_bfloat16(bins, *tables, *turn, first, values)
     else:
-        kernels.decode_to_float32(bins, *tables, cos, sin, first, page.numpy())
+        kernels.decode_to_float32(bins, *tables, *turn, first, values)
