@@ -19,8 +19,8 @@ pytestmark = pytest.mark.engine
 
 _KIB = 1 << 10
 _PAGE_BYTES = 512 * _KIB  # four objects a call
-_MOST = 8
-"""Objects in flight, in two calls."""
+_MOST = 12
+"""Objects of two calls in flight, and of one that the caller takes."""
 
 
 def _object(number: int) -> Fetched:

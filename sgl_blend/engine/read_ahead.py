@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
@@ -15,7 +15,7 @@ _CALLS = 2
 """Calls in flight."""
 _CALL_BYTES = 2 << 20
 """KV of the objects of one call. To hand over half a megabyte of it takes as long as to decode it."""
-_CALL_S = 0.005
+_CALL_S = 0.003
 """What a call for several objects may take, by those before."""
 _LONGEST_CALL_S = 0.02
 """After so long a call returns what it has: the store has become slow."""
@@ -78,29 +78,48 @@ class ReadAhead:
             is_wanted: Tells whether they are still needed.
         """
         begun: deque[_Call] = deque()
-        left, refused = labels, CallFault.OPEN
         try:
-            while (begun or left) and is_wanted():
-                while left and len(begun) < _CALLS:
-                    call = self._start(left[: self._num_of_call()])
-                    if isinstance(call, CallFault):
-                        refused = call
-                        break
-                    begun.append(call)
-                    left = left[len(call.labels) :]
-                for found in self._finish(begun.popleft(), is_wanted) if begun else [refused]:
-                    if found is CallFault.UNWANTED or not is_wanted():
+            left, refused = self._begin(begun, labels)
+            while begun and is_wanted():
+                found, fault = self._finish(begun, is_wanted)
+                if fault is None and found[-1] is not None:
+                    left, refused = self._begin(
+                        begun, left
+                    )  # while the caller takes what was found
+                for each in found:
+                    if not is_wanted():
                         return
-                    yield found
-                    if not isinstance(found, Fetched):
+                    yield each
+                    if each is None:
                         return
+                if fault is not None:
+                    if fault is not CallFault.UNWANTED:
+                        yield fault
+                    return
+            if left and is_wanted():
+                yield refused
         finally:
             for call in begun:
                 self._calls.drop(call.pending)
 
-    def _num_of_call(self) -> int:
-        """Return how many objects a call is to fetch."""
-        return max(1, min(self._most, int(_CALL_S / self._each_s)))
+    def _begin(
+        self, begun: deque[_Call], left: Sequence[PageLabel]
+    ) -> tuple[Sequence[PageLabel], CallFault]:
+        """Begin as many calls as may be in flight.
+
+        Returns:
+            The labels that are left, and why no call was begun for them.
+        """
+        refused = CallFault.OPEN
+        while left and len(begun) < _CALLS:
+            num = max(1, min(self._most, int(_CALL_S / self._each_s)))
+            call = self._start(left[:num])
+            if isinstance(call, CallFault):
+                refused = call
+                break
+            begun.append(call)
+            left = left[num:]
+        return left, refused
 
     def _start(self, labels: Sequence[PageLabel]) -> _Call | CallFault:
         found = list[Fetched | None]()
@@ -108,18 +127,25 @@ class ReadAhead:
         return pending if isinstance(pending, CallFault) else _Call(labels, found, pending)
 
     def _finish(
-        self, call: _Call | CallFault, is_wanted: Callable[[], bool]
-    ) -> Iterator[Fetched | CallFault | None]:
-        """Yield what a call fetches, and ask again for what it leaves out."""
-        while not isinstance(call, CallFault):
-            fault: CallFault | None = self._calls.finish(call.pending, is_wanted)
-            found = list(call.found)  # what came is of use, whatever became of the rest
-            yield from found
-            left = call.labels[len(found) :]
-            if not left:
-                return  # also if the last one came just when the call was given up
-            call = self._start(left) if fault is None else fault
-        yield call
+        self, begun: deque[_Call], is_wanted: Callable[[], bool]
+    ) -> tuple[list[Fetched | None], CallFault | None]:
+        """Wait for the first call, and ask again for what it leaves out.
+
+        Returns:
+            What it fetched, and why the rest does not come.
+        """
+        call = begun.popleft()
+        fault: CallFault | None = self._calls.finish(call.pending, is_wanted)
+        found = list(call.found)  # it is of use, whatever became of the rest
+        left = call.labels[len(found) :]
+        if not left:
+            return found, None  # also if the last one came just when the call was given up
+        if fault is None and found[-1] is not None:
+            again = self._start(left)
+            if isinstance(again, CallFault):
+                return found, again
+            begun.appendleft(again)
+        return found, fault
 
     def _fetch_some(self, labels: Sequence[PageLabel], found: list[Fetched | None]) -> None:
         """Fetch objects up to the first that is not there, but no longer than a call may take.
