@@ -211,3 +211,14 @@ def test_a_store_that_is_down_at_start_delays_nothing_and_is_used_when_it_comes(
     finally:
         down.stop()
         _wait_until_idle(calls)
+
+
+def test_an_object_outlives_the_next_one_that_is_read(store: Mooncake) -> None:
+    pool, keys = make_host_pool(), hashes(tenant="o")
+    storage = open_storage(store, pool)
+    assert _write(storage, pool, keys)
+    objects = storage._objects._store.get()
+    names = [storage._objects.names.label(key).name for key in keys]
+    found = [objects.read(name) for name in names]
+    assert [bytes(each) for each in found] == [bytes(objects.read(name)) for name in names]
+    assert len({bytes(each) for each in found}) == len(names)

@@ -43,8 +43,7 @@ class ObjectStore(Protocol):
     def read(self, name: str) -> ReadObject:
         """Return an object; None if it is not stored.
 
-        Its bytes are good until the next call in the same thread. One that is longer than any object
-        of ours is cut.
+        Its bytes are the caller's. One that is longer than any object of ours is cut.
         """
 
     def write(self, name: str, data: bytearray) -> bool:
@@ -187,7 +186,7 @@ class MooncakeStore:
         return len(names)
 
     def read(self, name: str) -> ReadObject:
-        """Return an object, in this thread's memory."""
+        """Return an object, copied out of this thread's memory, into which the next one is read."""
         staging = self._staging()
         (found,) = self._store.batch_get_into(
             self._keys([name]), [staging.data_ptr()], [staging.numel()]
@@ -197,7 +196,7 @@ class MooncakeStore:
         if found == _TOO_LONG:
             return memoryview(b"")  # no object of ours
         _check("get", min(found, 0), 0)
-        return staging[:found].numpy().data
+        return memoryview(staging.numpy()[:found].tobytes())
 
     def write(self, name: str, data: bytearray) -> bool:
         """Store an object, if there is room for it."""

@@ -3,9 +3,9 @@
 The pass unpacks, scales, rotates and rounds a value while it is at hand. Each operation is a float32
 operation of its own, as in quantiser.py: numba fuses none unless it is told to.
 
-Several threads decode. Whoever lets go of Python's lock may wait long for it, and each operation of
-torch lets go of it, also to view a tensor. So there is none here, and one call of numba's for as many
-units as there are.
+Calls of the store and the scheduler have threads beside the one that decodes. Whoever lets go of
+Python's lock may wait long for it, and each operation of torch lets go of it, also to view a tensor. So
+there is none here, and one call of numba's for as many units as there are.
 """
 
 from __future__ import annotations
