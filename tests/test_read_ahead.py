@@ -233,14 +233,15 @@ def test_an_object_that_fails_behind_others_of_its_call_is_asked_for_once_more()
     assert all(each in (list(range(60)), first) for each, first in zip(found, firsts, strict=True))
 
 
-def test_behind_an_object_that_is_not_stored_no_call_goes_on() -> None:
-    store = _Store(lambda number: _object(number) if number < 60 else None)
-    ahead = ReadAhead(store.read, _Calls(), _PAGE_BYTES)
+def test_behind_an_object_that_is_not_stored_nothing_is_fetched() -> None:
+    store, calls = _Store(lambda number: _object(number) if number < 60 else None), _Calls()
+    ahead = ReadAhead(store.read, calls, _PAGE_BYTES)
     labels: Any = range(60)
     assert len(list(ahead.objects(labels, lambda: True))) == 60
-    labels = range(60, 80)
+    begun, labels = calls.begun, range(60, 80)
     assert list(ahead.objects(labels, lambda: True)) == [None]
-    assert sum(number >= 60 for number in store.asked) <= 2  # the first of two calls
+    assert calls.begun == begun + 2  # those in flight
+    assert sum(number >= 60 for number in store.asked) <= 2  # the first of each
 
 
 @pytest.mark.parametrize("last", range(20, 24))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,19 @@ def _paths(folder: Path, storage: Any, keys: list[str]) -> list[Path]:
 
 def _not_stored(storage: Any) -> int:
     return int(storage.counters.snapshot()["not_stored"])
+
+
+def _unpack_but(name: str, outcome: Fault | type[Exception]) -> Callable[..., bytearray | Fault]:
+    """Return an unpack that does something else for an object of this name."""
+
+    def reading(data: Any, label: Any, *rest: Any) -> bytearray | Fault:
+        if label.name != name:
+            return unpack(data, label, *rest)
+        if isinstance(outcome, Fault):
+            return outcome
+        raise outcome
+
+    return reading
 
 
 @pytest.mark.parametrize("wrong", [2, 4], ids=["first", "behind another"])
@@ -77,11 +91,8 @@ def test_an_object_at_a_position_beyond_this_server_s_stays_and_is_not_stored(
     written = path.read_bytes()
     third = storage._objects.names.label(keys[2]).name
 
-    def reading(data: Any, label: Any, *rest: Any) -> bytearray | Fault:
-        return Fault.POSITION if label.name == third else unpack(data, label, *rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(page_objects, "unpack", reading)
+        patch.setattr(page_objects, "unpack", _unpack_but(third, Fault.POSITION))
         assert load(storage, pool, keys) == 2
         assert not save(storage, pool, keys)
     assert _not_stored(storage) == 1
@@ -99,13 +110,8 @@ def test_a_page_whose_decoding_raises_is_counted_and_stays(
     assert save(storage, pool, keys)
     third = storage._objects.names.label(keys[2]).name
 
-    def reading(data: Any, label: Any, *rest: Any) -> bytearray | Fault:
-        if label.name == third:
-            raise MemoryError
-        return unpack(data, label, *rest)
-
     with monkeypatch.context() as patch:
-        patch.setattr(page_objects, "unpack", reading)
+        patch.setattr(page_objects, "unpack", _unpack_but(third, MemoryError))
         assert load(storage, pool, keys) == 2
     assert faults_of(storage) == {"error": 1}
     assert storage.batch_exists(keys) == load(storage, pool, keys) == PAGES

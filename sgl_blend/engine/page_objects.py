@@ -165,8 +165,8 @@ class PageObjects:
     ) -> Page | Fault | CallFault | None:
         """Put the page of an object into memory; return why there is none.
 
-        It runs in SGLang's thread, which would die of an exception and never read again. There one page
-        after the other has its memory, so that it stays in the core's cache until it is copied.
+        It runs in SGLang's thread, where one page after the other has this memory. So it stays in the
+        core's cache until it is copied.
         """
         if not isinstance(found, Fetched):
             return found
@@ -179,7 +179,7 @@ class PageObjects:
             else:
                 coder = levels.coder(label.level, label.format)
                 made = unpack_coded(found.data, label, coder, self._key, into)
-        except Exception:
+        except Exception:  # SGLang's reading thread would die of it, and load nothing again
             logger.exception("sgl-blend: a page could not be decoded")
             return CallFault.ERROR
         if isinstance(made, Fault):
