@@ -27,6 +27,10 @@ def _object(number: int) -> Fetched:
     return Fetched(memoryview(bytes([number])), (0.0, 0.0))
 
 
+def _unexpected(fault: CallFault) -> None:
+    raise AssertionError(fault)
+
+
 class _Calls(GuardedCalls):
     """Counts the calls that are begun, and knows those that were neither finished nor dropped."""
 
@@ -59,6 +63,7 @@ class _Store:
         self._lock = threading.Lock()
         self.asked: Counter[int] = Counter()
         self.by_thread: dict[int, list[int]] = {}
+        self.faults: list[CallFault] = []
 
     def read(self, number: Any) -> Any:
         with self._lock:
@@ -76,7 +81,7 @@ def _read(
 ) -> list[Any]:
     """Return what is yielded, an object as its number."""
     labels: Any = range(count)
-    ahead = ReadAhead(store.read, calls, page_bytes)
+    ahead = ReadAhead(store.read, calls, page_bytes, store.faults.append)
     found = list(ahead.objects(labels, is_wanted))
     assert not calls.left
     return [read.data[0] if isinstance(read, Fetched) else read for read in found]
@@ -142,7 +147,7 @@ def test_objects_in_flight_are_no_more_than_two_calls_fetch() -> None:
             most = max(most, made - returned)
         return _object(number)
 
-    ahead = ReadAhead(_Store(count).read, _Calls(), _PAGE_BYTES)
+    ahead = ReadAhead(_Store(count).read, _Calls(), _PAGE_BYTES, _unexpected)
     labels: Any = range(200)
     for _ in ahead.objects(labels, lambda: True):
         time.sleep(0.0005)  # the caller is the slower one
@@ -183,6 +188,45 @@ def test_what_comes_is_the_objects_up_to_the_first_that_does_not(
     calls.close()
 
 
+class _Link:
+    """Takes a time for an object, and twice as long for each of two."""
+
+    def __init__(self, object_s: float) -> None:
+        self.object_s = object_s
+        self._lock = threading.Lock()
+        self._sending = 0
+        self.most = 0
+
+    def send(self, number: int) -> Fetched:
+        left_s = self.object_s
+        with self._lock:
+            self._sending += 1
+            self.most = max(self.most, self._sending)
+        while left_s > 0:
+            began, sharing = time.monotonic(), self._sending
+            time.sleep(0.005)
+            left_s -= (time.monotonic() - began) / sharing
+        with self._lock:
+            self._sending -= 1
+        return _object(number)
+
+
+def test_calls_do_not_share_a_link_on_which_both_would_come_too_late() -> None:
+    link, calls = _Link(0.6), _Calls(timeout_s=1.0)
+    ahead = ReadAhead(_Store(link.send).read, calls, 2 << 20, _unexpected)
+
+    def read(count: int) -> list[bool | CallFault | None]:
+        labels: Any = range(count)
+        found = ahead.objects(labels, lambda: True)
+        return [isinstance(each, Fetched) or each for each in found]
+
+    assert read(3) == [CallFault.TIMEOUT], "nobody knows yet"
+    assert read(3) == read(3) == [True] * 3
+    link.most, link.object_s = 0, 0.02
+    assert read(8) == [True] * 8
+    assert link.most == 2, "fast again"
+
+
 @pytest.mark.parametrize("last", range(50, 54))  # wherever it is in its call
 def test_objects_before_one_that_hangs_come(hang: Callable[[], None], last: int) -> None:
     def answer(number: int) -> Fetched:
@@ -218,24 +262,34 @@ def test_objects_that_come_just_when_their_call_is_given_up_count(last: int) -> 
 
 
 def test_an_object_that_fails_behind_others_of_its_call_is_asked_for_once_more() -> None:
+    again = 0
+
     def read(failing: int) -> list[Any]:
+        nonlocal again
+
         def answer(number: int) -> Fetched:
             if number == failing and store.asked[number] == 1:
                 raise OSError(number)
             return _object(number)
 
         store = _Store(answer)
-        return _read(store, 60, _Calls())
+        came = _read(store, 60, _Calls())
+        assert store.faults == [CallFault.ERROR] * (len(came) == 60), (
+            "those that end it are told there"
+        )
+        again += len(store.faults)
+        return came
 
     found = [read(failing) for failing in range(50, 54)]
     assert list(range(60)) in found
+    assert again
     firsts = [[*range(failing), CallFault.ERROR] for failing in range(50, 54)]
     assert all(each in (list(range(60)), first) for each, first in zip(found, firsts, strict=True))
 
 
 def test_behind_an_object_that_is_not_stored_nothing_is_fetched() -> None:
     store, calls = _Store(lambda number: _object(number) if number < 60 else None), _Calls()
-    ahead = ReadAhead(store.read, calls, _PAGE_BYTES)
+    ahead = ReadAhead(store.read, calls, _PAGE_BYTES, _unexpected)
     labels: Any = range(60)
     assert len(list(ahead.objects(labels, lambda: True))) == 60
     begun, labels = calls.begun, range(60, 80)
@@ -247,7 +301,7 @@ def test_behind_an_object_that_is_not_stored_nothing_is_fetched() -> None:
 @pytest.mark.parametrize("last", range(20, 24))
 def test_nothing_comes_once_nobody_wants_it(last: int) -> None:
     calls, store = _Calls(failures=1), _Store()
-    ahead = ReadAhead(store.read, calls, _PAGE_BYTES)
+    ahead = ReadAhead(store.read, calls, _PAGE_BYTES, _unexpected)
     labels: Any = range(60)
     found: list[Any] = []
     for read in ahead.objects(labels, lambda: len(found) < last):
@@ -284,7 +338,7 @@ def test_one_that_hangs_is_waited_for_only_while_it_is_wanted(hang: Callable[[],
 def test_a_caller_who_leaves_gives_up_what_was_begun() -> None:
     calls, store = _Calls(), _Store()
     labels: Any = range(60)
-    objects = ReadAhead(store.read, calls, _PAGE_BYTES).objects(labels, lambda: True)
+    objects = ReadAhead(store.read, calls, _PAGE_BYTES, _unexpected).objects(labels, lambda: True)
     assert isinstance(next(objects), Fetched)
     objects.close()
     assert not calls.left

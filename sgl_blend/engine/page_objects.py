@@ -83,7 +83,7 @@ class PageObjects:
         self._calls = calls
         self._key = key
         self._suspects: dict[str, None] = {}
-        self._ahead = ReadAhead(self._fetch, calls, form.page_bytes)
+        self._ahead = ReadAhead(self._fetch, calls, form.page_bytes, self.counters.fault)
         self._spare: deque[bytearray] = deque(maxlen=_SPARE_PAGES)
         self._lock = Lock()
 

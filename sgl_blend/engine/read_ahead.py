@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -11,8 +12,13 @@ from dataclasses import dataclass
 from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
 from sgl_blend.storage.container import PageLabel
 
+logger = logging.getLogger(__name__)
+
 _CALLS = 2
-"""Calls in flight."""
+"""Calls in flight, of a store that is not slow."""
+_SLOW_SHARE = 0.25
+"""Of the time that a call may take. Calls in flight share a link, so of a slow store they would come
+too late together, where each would have come in time alone."""
 _CALL_BYTES = 2 << 20
 """KV of the objects of one call. To hand over half a megabyte of it takes as long as to decode it."""
 _CALL_S = 0.003
@@ -56,13 +62,19 @@ class ReadAhead:
         fetch: Fetches an object; None: it is not stored. It may raise or hang.
         calls: Makes the calls.
         page_bytes: KV of an object.
+        on_fault: Is told in the call's thread of a fault after which the object is asked for again.
     """
 
     def __init__(
-        self, fetch: Callable[[PageLabel], Fetched | None], calls: GuardedCalls, page_bytes: int
+        self,
+        fetch: Callable[[PageLabel], Fetched | None],
+        calls: GuardedCalls,
+        page_bytes: int,
+        on_fault: Callable[[CallFault], None],
     ) -> None:
         self._fetch = fetch
         self._calls = calls
+        self._on_fault = on_fault
         self._most = max(1, _CALL_BYTES // page_bytes)
         self._each_s = _CALL_S
 
@@ -111,7 +123,8 @@ class ReadAhead:
             The labels that are left, and why no call was begun for them.
         """
         refused = CallFault.OPEN
-        while left and len(begun) < _CALLS:
+        is_slow = self._each_s > _SLOW_SHARE * self._calls.timeout_s
+        while left and len(begun) < (1 if is_slow else _CALLS):
             num = max(1, min(self._most, int(_CALL_S / self._each_s)))
             call = self._start(left[:num])
             if isinstance(call, CallFault):
@@ -136,6 +149,8 @@ class ReadAhead:
         """
         call = begun.popleft()
         fault: CallFault | None = self._calls.finish(call.pending, is_wanted)
+        if fault is CallFault.TIMEOUT:
+            self._each_s = max(self._each_s, self._calls.timeout_s)
         found = list(call.found)  # it is of use, whatever became of the rest
         left = call.labels[len(found) :]
         if not left:
@@ -161,10 +176,12 @@ class ReadAhead:
         for label in labels:
             try:
                 found.append(self._fetch(label))
-            except Exception:
+            except Exception as err:
                 if not found:
                     raise
-                return  # it is asked for again, and the fault is counted there
+                logger.warning("sgl-blend: the KV store raised %s: %s", type(err).__name__, err)
+                self._on_fault(CallFault.ERROR)
+                return
             elapsed_s = time.perf_counter() - began
             self._each_s = elapsed_s / len(found)
             if found[-1] is None or elapsed_s > _LONGEST_CALL_S:

@@ -140,6 +140,9 @@ class GuardedCalls:
         breaker: Decides whether there are calls.
         threads: That calls run in, at most.
         timeout_s: How long a call may take, from when it was begun.
+
+    Attributes:
+        timeout_s: How long a call may take.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class GuardedCalls:
     ) -> None:
         self._breaker = breaker
         self._most = threads
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._queue: SimpleQueue[Pending[Any] | None] = SimpleQueue()
         self._lock = Lock()
         self._num_threads = 0
@@ -185,7 +188,7 @@ class GuardedCalls:
         """Begin a call; it must be finished or dropped."""
         if self._closed or not self._breaker.admits():
             return CallFault.OPEN
-        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        wait_s = self.timeout_s if timeout_s is None else timeout_s
         now_s = time.monotonic()
         pending = Pending(job, now_s + wait_s)
         with self._lock:
