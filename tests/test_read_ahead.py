@@ -251,10 +251,10 @@ def test_objects_that_come_just_when_their_call_is_given_up_count(last: int) -> 
             return fault
 
     def answer(number: int) -> Fetched:
-        time.sleep(0.4 if number == last else 0)
+        time.sleep(1.5 if number == last else 0)
         return _object(number)
 
-    found = _read(_Store(answer), 60, _Preempted(timeout_s=0.2))
+    found = _read(_Store(answer), 60, _Preempted(timeout_s=1.0))
     there = [read for read in found if isinstance(read, int)]
     assert there == list(range(len(there)))
     assert len(there) > last
