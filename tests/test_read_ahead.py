@@ -213,7 +213,12 @@ class _Link:
 
 def test_calls_do_not_share_a_link_on_which_both_would_come_too_late() -> None:
     link, calls = _Link(0.6), _Calls(timeout_s=1.0)
-    ahead = ReadAhead(_Store(link.send).read, calls, 2 << 20, _unexpected)
+    is_stored = True
+
+    def fetch(label: Any) -> Fetched | None:
+        return link.send(label) if is_stored else None
+
+    ahead = ReadAhead(fetch, calls, 2 << 20, _unexpected)
 
     def read(count: int) -> list[bool | CallFault | None]:
         labels: Any = range(count)
@@ -222,6 +227,10 @@ def test_calls_do_not_share_a_link_on_which_both_would_come_too_late() -> None:
 
     assert read(3) == [CallFault.TIMEOUT], "nobody knows yet"
     assert read(3) == read(3) == [True] * 3
+    is_stored = False
+    assert read(3) == [None]
+    is_stored = True
+    assert read(3) == [True] * 3, "a miss takes no time, and says nothing of the link"
     link.most, link.object_s = 0, 0.02
     assert read(8) == [True] * 8
     assert link.most == 2, "fast again"
@@ -285,6 +294,20 @@ def test_an_object_that_fails_behind_others_of_its_call_is_asked_for_once_more()
     assert again
     firsts = [[*range(failing), CallFault.ERROR] for failing in range(50, 54)]
     assert all(each in (list(range(60)), first) for each, first in zip(found, firsts, strict=True))
+
+
+@pytest.mark.parametrize("last", [57, 59])
+def test_what_fails_after_its_call_was_given_up_is_told_once(last: int) -> None:
+    def answer(number: int) -> Fetched:
+        if number == last:
+            time.sleep(0.8)
+            raise OSError(number)
+        return _object(number)
+
+    calls, store = _Calls(timeout_s=0.5), _Store(answer)
+    assert _read(store, 60, calls)[-1] is CallFault.TIMEOUT
+    _waits_until(lambda: calls.num_unfinished == 0)
+    assert not store.faults
 
 
 def test_behind_an_object_that_is_not_stored_nothing_is_fetched() -> None:

@@ -47,11 +47,13 @@ class _Call:
     Attributes:
         labels: Of the objects.
         found: What came so far. Only the call's own thread adds to it.
+        raised: What the store raised for one behind the first. The same thread adds it.
         pending: The call.
     """
 
     labels: Sequence[PageLabel]
     found: list[Fetched | None]
+    raised: list[Exception]
     pending: Pending[None]
 
 
@@ -62,7 +64,7 @@ class ReadAhead:
         fetch: Fetches an object; None: it is not stored. It may raise or hang.
         calls: Makes the calls.
         page_bytes: KV of an object.
-        on_fault: Is told in the call's thread of a fault after which the object is asked for again.
+        on_fault: Is told of a fault after which the object is asked for again.
     """
 
     def __init__(
@@ -135,9 +137,10 @@ class ReadAhead:
         return left, refused
 
     def _start(self, labels: Sequence[PageLabel]) -> _Call | CallFault:
-        found = list[Fetched | None]()
-        pending = self._calls.start(functools.partial(self._fetch_some, labels, found))
-        return pending if isinstance(pending, CallFault) else _Call(labels, found, pending)
+        found, raised = list[Fetched | None](), list[Exception]()
+        job = functools.partial(self._fetch_some, labels, found, raised)
+        pending = self._calls.start(job)
+        return pending if isinstance(pending, CallFault) else _Call(labels, found, raised, pending)
 
     def _finish(
         self, begun: deque[_Call], is_wanted: Callable[[], bool]
@@ -156,18 +159,24 @@ class ReadAhead:
         if not left:
             return found, None  # also if the last one came just when the call was given up
         if fault is None and found[-1] is not None:
+            for err in call.raised:
+                logger.warning("sgl-blend: the KV store raised %s: %s", type(err).__name__, err)
+                self._on_fault(CallFault.ERROR)
             again = self._start(left)
             if isinstance(again, CallFault):
                 return found, again
             begun.appendleft(again)
         return found, fault
 
-    def _fetch_some(self, labels: Sequence[PageLabel], found: list[Fetched | None]) -> None:
+    def _fetch_some(
+        self, labels: Sequence[PageLabel], found: list[Fetched | None], raised: list[Exception]
+    ) -> None:
         """Fetch objects up to the first that is not there, but no longer than a call may take.
 
         Args:
             labels: Of the objects.
             found: Each is added to it as it comes.
+            raised: Gets what the store raises for another than the first, which ends the call.
 
         Raises:
             Exception: Whatever the store raises for the first.
@@ -179,10 +188,11 @@ class ReadAhead:
             except Exception as err:
                 if not found:
                     raise
-                logger.warning("sgl-blend: the KV store raised %s: %s", type(err).__name__, err)
-                self._on_fault(CallFault.ERROR)
+                raised.append(err)
                 return
+            if found[-1] is None:
+                return  # that took no time, and says nothing of the store's speed
             elapsed_s = time.perf_counter() - began
             self._each_s = elapsed_s / len(found)
-            if found[-1] is None or elapsed_s > _LONGEST_CALL_S:
+            if elapsed_s > _LONGEST_CALL_S:
                 return
