@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending
+from sgl_blend.storage.breaker import CallFault, GuardedCalls, Pending, log_raised
 from sgl_blend.storage.container import PageLabel
-
-logger = logging.getLogger(__name__)
 
 _CALLS = 2
 """Calls in flight, of a store that is not slow."""
@@ -160,7 +157,7 @@ class ReadAhead:
             return found, None  # also if the last one came just when the call was given up
         if fault is None and found[-1] is not None:
             for err in call.raised:
-                logger.warning("sgl-blend: the KV store raised %s: %s", type(err).__name__, err)
+                log_raised(err)
                 self._on_fault(CallFault.ERROR)
             again = self._start(left)
             if isinstance(again, CallFault):
@@ -185,7 +182,7 @@ class ReadAhead:
         for label in labels:
             try:
                 found.append(self._fetch(label))
-            except Exception as err:
+            except Exception as err:  # a store may raise anything; the caller counts and logs it
                 if not found:
                     raise
                 raised.append(err)

@@ -264,5 +264,10 @@ def _outcome(job: Callable[[], T]) -> T | CallFault:
     try:
         return job()
     except Exception as err:  # noqa: BLE001 - whatever a store raises is a miss, counted and logged
-        logger.warning("sgl-blend: the KV store raised %s: %s", type(err).__name__, err)
+        log_raised(err)
         return CallFault.ERROR
+
+
+def log_raised(err: Exception) -> None:
+    """Log what a store raised; the server goes on without it."""
+    logger.warning("sgl-blend: the KV store raised %s: %s", type(err).__name__, err)
