@@ -282,13 +282,34 @@ def _copy_rotated_layers_torch(
     sin: torch.Tensor,
     neox: bool,
 ) -> None:
+    copy = rotated_copy(pools, source_slots, dest_slots, cos, sin, neox=neox)
+    for layer in layers:
+        copy(layer)
+
+
+def rotated_copy(
+    pools: LayerPools,
+    source_slots: torch.Tensor,
+    dest_slots: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    neox: bool,
+) -> Callable[[int], None]:
+    """Return what copies one layer of pools in host memory, prepared once for all layers.
+
+    Arguments as copy_rotated_layers.
+    """
     turn = _Turn.of(cos, sin, neox=neox)
     turns = turn.turns  # no wait: these tensors are the host's own
     dest = _run_of(dest_slots)
-    for layer in layers:
+
+    def copy(layer: int) -> None:
         keys = pools.k[layer].index_select(0, source_slots)
         _scatter(pools.k[layer], dest, turn.applied_to(keys) if turns else keys)
         _scatter(pools.v[layer], dest, pools.v[layer].index_select(0, source_slots))
+
+    return copy
 
 
 def _run_of(slots: torch.Tensor) -> torch.Tensor | slice:

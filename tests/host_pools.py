@@ -36,13 +36,14 @@ def make_host_pool(
     page: int = PAGE,
     seed: int = 0,
     layers: int = LAYERS,
+    kind: type[Any] = MHATokenToKVPoolHost,
 ) -> Any:
     """Return a host pool of SGLang with random bits in it, on plain memory."""
     size = page * PAGES
     device = MHATokenToKVPool(size, page, dtype, HEADS, DIM, layers, "cpu", False)
     common = (2.0, 0, page, layout)
     if hasattr(device, "get_device_pool_infos"):  # 0.5.23
-        pool = MHATokenToKVPoolHost(
+        pool = kind(
             device.get_device_pool_infos()[0].buffer_info,
             *common,
             pin_memory=False,
@@ -51,7 +52,7 @@ def make_host_pool(
             end_layer=layers,
         )
     else:
-        pool = MHATokenToKVPoolHost(device, *common, pin_memory=False)
+        pool = kind(device, *common, pin_memory=False)
     fill(pool, seed)
     return pool
 

@@ -79,28 +79,28 @@ class FollowingCopies:
         copies: Sequence[Copy],
         loads: LayerLoads,
     ) -> None:
-        self._layout = layout
+        self._stream = stream
         self._loads = loads
-        self._copies = copies
         self._events: dict[int, torch.cuda.Event] = {}
         if stream is None:
+            self._copies = [(one.layers, layout.layer_copy(one)) for one in copies]
             return
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for layer in sorted({layer for one in copies for layer in one.layers}):
-                self._copy(layer)
+                loads.wait(layer)
+                for one in copies:
+                    if layer in one.layers:
+                        layout.copy(replace(one, layers=range(layer, layer + 1)))
                 self._events[layer] = stream.record_event()
 
     def wait(self, layer: int) -> None:
         """Let this stream wait until a layer has everything that was copied; once for each layer."""
-        if self._layout.is_on_gpu:
+        if self._stream is not None:
             if layer in self._events:
                 torch.cuda.current_stream().wait_event(self._events[layer])
-        else:
-            self._copy(layer)
-
-    def _copy(self, layer: int) -> None:
+            return
         self._loads.wait(layer)
-        for one in self._copies:
-            if layer in one.layers:
-                self._layout.copy(replace(one, layers=range(layer, layer + 1)))
+        for layers, copy in self._copies:
+            if layer in layers:
+                copy(layer)

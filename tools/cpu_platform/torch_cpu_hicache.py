@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 import torch_cpu_streams
+from numpy.typing import NDArray
 from torch_cpu_streams import current_stream
 
 _WITH_STREAMS = (
@@ -20,6 +23,11 @@ _WITH_STREAMS = (
     "sglang.srt.mem_cache.l2_transfer",
 )
 """Modules of SGLang that move KV on streams, in one version or another."""
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_FLAT_DIMS = 3
+_MIN_RUN = 8
+"""Tokens. Shorter runs are copied faster slot by slot."""
 
 
 def register() -> None:
@@ -61,6 +69,67 @@ def host_pool_class(stock: type[Any]) -> type[Any]:
     return type("TorchHostPool", (_TorchMoves, stock), {})
 
 
+class _Slots:
+    """Where tokens lie on the host and where on the device.
+
+    Their KV is copied by numpy, on one core. Torch would start a second team of threads on the
+    stream's thread, and the two teams would take the cores from each other.
+
+    Args:
+        host: int64 [n].
+        device: int64 [n], slots of the same tokens.
+        page_size: Tokens of a page of the host.
+    """
+
+    def __init__(self, host: torch.Tensor, device: torch.Tensor, page_size: int) -> None:
+        self._given = (host, device)
+        self._host, self._device = host.numpy(), device.numpy()
+        self._page_size = page_size
+        self._runs = _runs(self._host, self._device)
+        self._in_runs = len(self._runs) * _MIN_RUN <= len(self._host)
+
+    def are(self, host: torch.Tensor, device: torch.Tensor) -> bool:
+        """Tell whether these were made of the same tensors."""
+        return self._given[0] is host and self._given[1] is device
+
+    def load(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Copy to the device; see _TorchMoves._layers for both."""
+        source, target = _bits(host), _bits(device)
+        if self._in_runs and source.ndim == target.ndim:
+            for there, here in self._runs:
+                target[here] = source[there]
+        else:
+            target[self._device] = source[self._on_host(source)]
+
+    def back_up(self, host: torch.Tensor, device: torch.Tensor) -> None:
+        """Copy to the host; see _TorchMoves._layers for both."""
+        target, source = _bits(host), _bits(device)
+        if self._in_runs and source.ndim == target.ndim:
+            for there, here in self._runs:
+                target[there] = source[here]
+        else:
+            target[self._on_host(target)] = source[self._device]
+
+    def _on_host(self, pool: NDArray[Any]) -> Any:
+        if pool.ndim == _FLAT_DIMS:
+            return self._host
+        return self._host // self._page_size, self._host % self._page_size
+
+
+def _runs(host: NDArray[Any], device: NDArray[Any]) -> list[tuple[slice, slice]]:
+    """Cut tokens into runs whose slots follow each other on both sides."""
+    breaks = 1 + np.flatnonzero((np.diff(host) != 1) | (np.diff(device) != 1))
+    edges = [0, *breaks.tolist(), len(host)] if len(host) else []
+    return [
+        (slice(int(host[a]), int(host[a]) + b - a), slice(int(device[a]), int(device[a]) + b - a))
+        for a, b in pairwise(edges)
+    ]
+
+
+def _bits(pool: torch.Tensor) -> NDArray[Any]:
+    return pool.view(_BITS[pool.element_size()]).numpy()
+
+
 class _TorchMoves:
     """Moves KV in all of SGLang's layouts of host memory; stands before SGLang's host pool."""
 
@@ -71,6 +140,7 @@ class _TorchMoves:
     kv_buffer: torch.Tensor
     device_k_buffers: list[torch.Tensor]  # 0.5.23
     device_v_buffers: list[torch.Tensor]
+    _last: _Slots | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "pin_memory": False})
@@ -86,11 +156,11 @@ class _TorchMoves:
     ) -> None:
         """Copy one layer from the host; host_indices and device_indices are int64 [n] slots."""
         layers = self._layers(device_pool, layer_id)
+        slots = self._slots(host_indices, device_indices)
 
         def copy() -> None:
-            pages, offsets = host_indices // self.page_size, host_indices % self.page_size
             for host, device in layers:
-                device.index_copy_(0, device_indices, host[pages, offsets])
+                slots.load(host, device)
 
         current_stream().submit(copy)
 
@@ -102,29 +172,35 @@ class _TorchMoves:
         io_backend: str,
     ) -> None:
         """Copy all layers to the host."""
+        slots = _Slots(host_indices, device_indices, self.page_size)
 
         def copy() -> None:
-            pages, offsets = host_indices // self.page_size, host_indices % self.page_size
             for layer in range(self.layer_num):
                 for host, device in self._layers(device_pool, layer):
-                    host[pages, offsets] = device.index_select(0, device_indices)
+                    slots.back_up(host, device)
 
         current_stream().submit(copy)
+
+    def _slots(self, host: torch.Tensor, device: torch.Tensor) -> _Slots:
+        """Return slots; a load asks for the same ones in every layer."""
+        if self._last is None or not self._last.are(host, device):
+            self._last = _Slots(host, device, self.page_size)
+        return self._last
 
     def _layers(self, device_pool: Any, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return K and V of a layer, each on the host and on the device.
 
-        On the host they are views [pages, page_size, heads, head_dim].
+        On the device they are [slots, heads, head_dim], on the host as well where slots have one
+        stride, else [pages, page_size, heads, head_dim].
         """
         if hasattr(self, "device_k_buffers"):
             device = (self.device_k_buffers[layer], self.device_v_buffers[layer])
         else:
             device = (device_pool.k_buffer[layer], device_pool.v_buffer[layer])
-        k_and_v, pages = self.kv_buffer, (2, self.page_num, self.page_size)
-        if self.layout in ("layer_first", "page_first"):
-            host = k_and_v[:, layer] if self.layout == "layer_first" else k_and_v[:, :, layer]
-            host = host.view(*pages, *host.shape[2:])
-        elif self.layout == "page_first_direct":
+        k_and_v = self.kv_buffer
+        if self.layout == "layer_first":
+            host = k_and_v[:, layer]
+        elif self.layout == "page_first" or self.layout == "page_first_direct":
             host = k_and_v[:, :, layer]
         elif self.layout == "page_head":
             host = k_and_v[:, :, :, :, layer].transpose(2, 3)

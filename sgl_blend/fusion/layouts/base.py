@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,9 @@ class KVLayout(Protocol):
 
     def copy(self, one: Copy) -> None:
         """Copy KV to other slots, and move it to other positions."""
+
+    def layer_copy(self, one: Copy) -> Callable[[int], None]:
+        """Return what makes a copy in one layer, for KV in host memory."""
 
     def turn_back_and_forth(
         self, slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

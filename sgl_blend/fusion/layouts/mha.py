@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sgl_blend.fusion.layouts.base import Copy
-from sgl_blend.kernels.delta_rope import LayerPools, clear_slots, copy_rotated_layers, turn_slots
+from sgl_blend.kernels.delta_rope import (
+    LayerPools,
+    clear_slots,
+    copy_rotated_layers,
+    rotated_copy,
+    turn_slots,
+)
 
 
 class MHALayout:
@@ -35,6 +43,12 @@ class MHALayout:
             one.cos,
             one.sin,
             neox=self._neox,
+        )
+
+    def layer_copy(self, one: Copy) -> Callable[[int], None]:
+        """Return what makes a copy in one layer, for KV in host memory."""
+        return rotated_copy(
+            self._pools, one.source_slots, one.dest_slots, one.cos, one.sin, neox=self._neox
         )
 
     def turn_back_and_forth(
