@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from sgl_blend.errors import ConfigError
 from sgl_blend.kernels.delta_rope import delta_rope_tables
@@ -23,16 +24,18 @@ from sgl_blend.storage.codec.levels import LEVELS, CodecProfile, Entropy, Transf
 from sgl_blend.storage.codec.quantiser import (
     UnitCode,
     decode_unit,
+    encode_over,
     encode_unit,
     make_unit_code,
     stack_codes,
-    turn,
+    turn_into,
 )
 from sgl_blend.storage.container import FRAME_BYTES, PageFormat
 
 Coded: TypeAlias = tuple[bytes, int] | None
 """A frame and how many of its values were clipped."""
 
+_SIGNED = {2: torch.int16, 4: torch.int32}
 _MOST_TURNS = 512
 """Of so many pages the tables are kept that rotate their keys; 8 KB each for 16 tokens of 128."""
 
@@ -177,21 +180,36 @@ class Coder:
         Returns:
             The frame; None if a value is not finite, which no bin stands for.
         """
-        units = _units_of(page, first, count).float()
-        if not _is_finite(units):
+        rotation, sizes = self._rotation, self.sizes[first : first + count]
+        together = self._together.get(first)
+        if together is not None and fast.can_encode(
+            together, self._form.dtype, rotation.table.shape[1], neox=rotation.neox
+        ):
+            tables = fast.Tables(*(table[first : first + count] for table in self._tables))
+            turned = self._turn(position)
+            made = fast.encode(_bits_of(page), tables, turned, first, together.level, self._form)
+            if made is not None:
+                return self._entropy.encode(made[0], sizes, first), made[1]
+        end = first + count
+        keys = page[0, (first + 1) // 2 : (end + 1) // 2].to(torch.float32, copy=True)
+        values = page[1, first // 2 : end // 2]
+        if not (_is_finite(keys) and _is_finite(values)):
             return None
-        keys = units[first % 2 :: 2]
-        cos, sin = map(torch.from_numpy, self._turn(position))
-        keys.copy_(turn(keys, cos, -sin, neox=self._rotation.neox))
-        if (together := self._together.get(first)) is not None:
-            packed, clipped = encode_unit(units, together)
-            return self._entropy.encode(list(packed.view(count, -1)), first), clipped
+        units = torch.empty(count, *page.shape[2:])
+        if len(values):
+            units[1 - first % 2 :: 2] = values
+        if len(keys):
+            cos, sin = map(torch.from_numpy, self._turn(position))
+            turn_into(units[first % 2 :: 2], keys, cos, -sin, neox=rotation.neox)
+        if together is not None:
+            packed, clipped = encode_over(units, together)
+            return self._entropy.encode(packed.numpy(), sizes, first), clipped
         parts, clipped = [], 0
         for unit, code in zip(units, self.codes[first : first + count], strict=True):
-            made, beyond = encode_unit(unit, code)
-            parts.append(made)
+            part, beyond = encode_unit(unit, code)
+            parts.append(part)
             clipped += beyond
-        return self._entropy.encode(parts, first), clipped
+        return self._entropy.encode(torch.cat(parts).numpy(), sizes, first), clipped
 
     def decode(
         self, frames: Sequence[memoryview], page: bytearray, first: int, position: int
@@ -242,19 +260,21 @@ class Coder:
             units = torch.stack(
                 [decode_unit(part, code, tokens) for part, code in zip(parts, codes, strict=True)]
             )
-        cos, sin = map(torch.from_numpy, self._turn(position))
-        of_keys, of_values = slice(first % 2, None, 2), slice(1 - first % 2, None, 2)
         keys = page[0, (first + 1) // 2 : (first + count + 1) // 2]
         values = page[1, first // 2 : (first + count) // 2]
-        keys.copy_(turn(units[of_keys], cos, sin, neox=neox))
-        values.copy_(units[of_values])
+        if len(values):
+            values.copy_(units[1 - first % 2 :: 2])
+        if len(keys):
+            cos, sin = map(torch.from_numpy, self._turn(position))
+            turned = torch.empty(keys.shape)
+            turn_into(turned, units[first % 2 :: 2], cos, sin, neox=neox)
+            keys.copy_(turned)
 
 
-def _units_of(page: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Return a copy of neighbouring units: [count, tokens, heads, dim]."""
-    layers = page[:, first // 2 : (first + count + 1) // 2]
-    units = layers.transpose(0, 1).flatten(0, 1)
-    return units[first % 2 : first % 2 + count]
+def _bits_of(page: torch.Tensor) -> NDArray[Any]:
+    """View values as integers of their size."""
+    bits: NDArray[Any] = page.view(_SIGNED[page.element_size()]).numpy()
+    return bits
 
 
 def _frames_of(sizes: Sequence[int]) -> list[int]:
@@ -271,4 +291,6 @@ def _frames_of(sizes: Sequence[int]) -> list[int]:
 
 def _is_finite(values: torch.Tensor) -> bool:
     """Tell whether no value is NaN or infinite, in one pass; NaN spreads to both bounds."""
+    if not values.numel():
+        return True
     return all(math.isfinite(bound) for bound in torch.aminmax(values))

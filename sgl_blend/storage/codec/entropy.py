@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sgl_blend.errors import ConfigError
 from sgl_blend.storage.codec.levels import CodecProfile, Floats, Level, LevelFigures
 from sgl_blend.storage.codec.quantiser import UnitCode, bins_of, pack_bins
-from sgl_blend.storage.frames import deflate, deflate_symbols, inflate
+from sgl_blend.storage.frames import Octets, deflate, deflate_symbols, inflate
 
 Counts: TypeAlias = NDArray[np.uint16]
 
@@ -24,8 +24,14 @@ _LENGTH = struct.Struct("<I")
 class EntropyCoder(Protocol):
     """Compresses packed units, as encode_unit makes them."""
 
-    def encode(self, units: Sequence[torch.Tensor], first: int) -> bytes:
-        """Compress neighbours, the first of which is unit ``first`` of the page."""
+    def encode(self, packed: Octets, sizes: Sequence[int], first: int) -> bytes:
+        """Compress neighbours, the first of which is unit ``first`` of the page.
+
+        Args:
+            packed: Their packed bytes one after the other: uint8 [sum(sizes)].
+            sizes: How many each has.
+            first: The first of them.
+        """
 
     def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> bytes | None:
         """Return their packed bytes one after the other, sum(sizes); None if it is not so."""
@@ -34,9 +40,9 @@ class EntropyCoder(Protocol):
 class ZstdCoder:
     """Packed bytes, compressed by zstd."""
 
-    def encode(self, units: Sequence[torch.Tensor], first: int) -> bytes:
+    def encode(self, packed: Octets, sizes: Sequence[int], first: int) -> bytes:
         """Compress neighbours."""
-        return deflate_symbols(torch.cat(list(units)).numpy().data)
+        return deflate_symbols(packed.data)
 
     def decode(self, data: memoryview, sizes: Sequence[int], first: int) -> bytes | None:
         """Return their packed bytes."""
@@ -69,10 +75,11 @@ class ArithmeticCoder:
         self._tokens = tokens
         self._tables = probabilities.astype(np.float32) / float((1 << PROBABILITY_BITS) - 1)
 
-    def encode(self, units: Sequence[torch.Tensor], first: int) -> bytes:
+    def encode(self, packed: Octets, sizes: Sequence[int], first: int) -> bytes:
         """Compress neighbours: their anchors by zstd, the bins of each unit by its distributions."""
         encoder = self._stream.queue.RangeEncoder()
         anchors = []
+        units = torch.split(torch.from_numpy(packed), list(sizes))
         for offset, unit in enumerate(units):
             code = self._codes[first + offset]
             begin = code.num_anchor_bytes(self._tokens)

@@ -1,7 +1,8 @@
-"""Decode 4-bit pages in one pass over memory, where numba is installed; bit for bit what torch does.
+"""Encode pages, and decode those of 4 bits, in one pass over memory, where numba is installed.
 
-The pass unpacks, scales, rotates and rounds a value while it is at hand. Each operation is a float32
-operation of its own, as in quantiser.py: numba fuses none unless it is told to.
+The result is bit for bit what torch does. The pass unpacks, scales, rotates and rounds a value while it
+is at hand. Each operation is a float32 operation of its own, as in quantiser.py: numba fuses none
+unless it is told to.
 
 Calls of the store and the scheduler have threads beside the one that decodes. Whoever lets go of
 Python's lock may wait long for it, and each operation of torch lets go of it, also to view a tensor. So
@@ -14,11 +15,12 @@ import functools
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from sgl_blend.storage.codec.levels import Floats
+from sgl_blend.storage.codec.levels import LEVELS, Floats, Level
 from sgl_blend.storage.codec.quantiser import UnitCode
 from sgl_blend.storage.container import PageFormat
 from sgl_blend.storage.frames import Octets
@@ -29,6 +31,7 @@ Turn = tuple[Floats, Floats]
 """cos and sin of the tokens of a page: [tokens, dim / 2], contiguous."""
 
 _BITS = {"bfloat16": np.uint16, "float32": np.float32}
+_SIGNED = {"bfloat16": np.int16, "float32": np.int32}
 
 
 class Tables(NamedTuple):
@@ -37,18 +40,22 @@ class Tables(NamedTuple):
     Attributes:
         step: float32 [units, heads, dim].
         base: float32, the same shape.
+        mean: Of a channel, which the middle bin stands for; the same shape.
     """
 
     step: Floats
     base: Floats
+    mean: Floats
 
 
 def tables_of(codes: Sequence[UnitCode]) -> Tables:
     """Return the tables of units, none of them of differences where they are used."""
-    step, base = (
-        np.stack([getattr(code, name).numpy() for code in codes]) for name in ("step", "base")
+    return Tables(
+        *(
+            np.stack([getattr(code, name).numpy() for code in codes])
+            for name in ("step", "base", "mean")
+        )
     )
-    return Tables(step, base)
 
 
 @functools.cache
@@ -57,22 +64,24 @@ def is_available() -> bool:
     if find_spec("numba") is None:
         return False
     try:
-        from sgl_blend.storage.codec import fast_kernels  # noqa: F401 - is found where it is used
+        from sgl_blend.storage.codec import (  # noqa: F401 - they are found where they are used
+            fast_encode_kernels,
+            fast_kernels,
+        )
     except (ImportError, RuntimeError) as err:  # numba finds no folder that it may write to
-        logger.warning("sgl-blend: coded pages are decoded without numba: %s", err)
+        logger.warning("sgl-blend: pages are coded without numba: %s", err)
         return False
     return True
 
 
+def can_encode(code: UnitCode, dtype: str, rotary_dim: int, *, neox: bool) -> bool:
+    """Tell whether units are encoded here: heads that are rotated as a whole, by halves."""
+    return dtype in _BITS and neox and rotary_dim == code.step.shape[-1] and is_available()
+
+
 def can_decode(code: UnitCode, dtype: str, rotary_dim: int, *, neox: bool) -> bool:
     """Tell whether units are decoded here: heads that are rotated as a whole, by halves."""
-    return (
-        code.level.bits == 4
-        and dtype in _BITS
-        and neox
-        and rotary_dim == code.step.shape[-1]
-        and is_available()
-    )
+    return code.level.bits == 4 and can_encode(code, dtype, rotary_dim, neox=neox)
 
 
 def warm_up() -> None:
@@ -84,7 +93,45 @@ def warm_up() -> None:
     for dtype in _BITS:
         form = PageFormat(dtype, 1, 1, 1, 2)
         page = bytearray(form.page_bytes)
-        decode(np.zeros(2, np.uint8), Tables(zeros, zeros), (still, still), 0, page, form)
+        decode(np.zeros(2, np.uint8), Tables(zeros, zeros, zeros), (still, still), 0, page, form)
+        values = np.zeros(form.shape, _SIGNED[dtype])
+        encode(values, Tables(zeros + 1, zeros, zeros), (still, still), 0, LEVELS["q4"], form)
+
+
+def encode(
+    page: NDArray[Any], tables: Tables, turn: Turn, first: int, level: Level, form: PageFormat
+) -> tuple[Octets, int] | None:
+    """Encode neighbouring units of a page; keys and values take turns, layer by layer.
+
+    Args:
+        page: Bits of the values, int16 or int32 [K/V, layer, token, head, channel].
+        tables: Of the units.
+        turn: Of the page.
+        first: The first unit: 2 * layer, one more for V.
+        level: Of coding.
+        form: Of the page, bfloat16 or float32.
+
+    Returns:
+        The packed bins, uint8, as decode takes them, and how many values were clipped. None if a
+        value is not finite, or is beyond the range of float32 once it is rotated or scaled.
+    """
+    from sgl_blend.storage.codec import fast_encode_kernels as kernels
+
+    units = len(tables.step)
+    width = form.dim * level.bits // 8
+    out = np.empty((units, form.tokens, form.heads, width), np.uint8)
+    bits, shift = (np.uint16, 16) if form.dtype == "bfloat16" else (np.uint32, 0)
+    clipped = kernels.encode_units(
+        page.view(bits).reshape(*form.shape[:3], -1),
+        first,
+        np.uint32(shift),
+        tables.step.reshape(units, -1),
+        tables.mean.reshape(units, -1),
+        *turn,
+        np.float32(level.most),
+        out,
+    )
+    return None if clipped == kernels.NOT_FINITE else (out.reshape(-1), clipped)
 
 
 def decode(
@@ -105,6 +152,6 @@ def decode(
     bins = packed.reshape(len(tables.step), form.tokens, form.heads, form.dim // 2)
     values = np.frombuffer(page, _BITS[form.dtype]).reshape(form.shape)
     if form.dtype == "bfloat16":
-        kernels.decode_to_bfloat16(bins, *tables, *turn, first, values)
+        kernels.decode_to_bfloat16(bins, tables.step, tables.base, *turn, first, values)
     else:
-        kernels.decode_to_float32(bins, *tables, *turn, first, values)
+        kernels.decode_to_float32(bins, tables.step, tables.base, *turn, first, values)

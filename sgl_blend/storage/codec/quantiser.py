@@ -121,8 +121,7 @@ def encode_unit(x: torch.Tensor, code: UnitCode) -> tuple[torch.Tensor, int]:
     """
     most = code.level.most
     if code.transform is Transform.DIRECT:
-        bins, clipped = _bins((x - code.mean).div_(code.step), most)
-        return _packed(bins, code.level.bits).reshape(-1), clipped
+        return encode_over(x.clone(), code)
     anchors = ((x[::ANCHOR_TOKENS] - code.low) / code.anchor_step).round_()
     anchors = anchors.clamp_(0, _MOST_ANCHOR)
     decoded = anchors * code.anchor_step + code.low
@@ -131,6 +130,12 @@ def encode_unit(x: torch.Tensor, code: UnitCode) -> tuple[torch.Tensor, int]:
     bins, clipped = _bins((x[others] - decoded[owners]).div_(code.step), most)
     packed = _packed(bins, code.level.bits)
     return torch.cat([anchors.to(torch.uint8).reshape(-1), packed.reshape(-1)]), clipped
+
+
+def encode_over(x: torch.Tensor, code: UnitCode) -> tuple[torch.Tensor, int]:
+    """Round units, none of differences, as encode_unit does; x is overwritten."""
+    bins, clipped = _bins(x.sub_(code.mean).div_(code.step), code.level.most)
+    return _packed(bins, code.level.bits).reshape(-1), clipped
 
 
 def decode_unit(data: torch.Tensor, code: UnitCode, tokens: int) -> torch.Tensor:
@@ -169,8 +174,31 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool) -
     Returns:
         float32 [tokens, heads, dim].
     """
-    half = cos.shape[1]
     out = torch.empty_like(x)
+    turn_into(out, x.clone(), cos, sin, neox=neox)
+    return out
+
+
+def turn_into(
+    out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool
+) -> None:
+    """Rotate keys; as turn, but for memory.
+
+    Args:
+        out: Filled with the rotated keys, float32 [..., tokens, heads, dim].
+        x: The keys, the same shape. They are overwritten.
+        cos: As for turn.
+        sin: As for turn.
+        neox: As for turn.
+    """
+    half = cos.shape[1]
+    if neox and 2 * half == x.shape[-1]:
+        # Whole heads are multiplied at once: a - b is a + -b in every bit, and long rows are faster.
+        torch.mul(x, torch.cat([cos, cos], -1)[:, None], out=out)
+        x *= torch.cat([sin, -sin], -1)[:, None]
+        out[..., :half] += x[..., half:]
+        out[..., half:] += x[..., :half]
+        return
     if neox:
         first, second = (slice(0, half), slice(half, 2 * half))
     else:
@@ -182,7 +210,6 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, neox: bool) -
     torch.mul(b, c, out=out[..., second])
     out[..., second] += a * s
     out[..., 2 * half :] = x[..., 2 * half :]
-    return out
 
 
 def bins_of(packed: torch.Tensor, code: UnitCode) -> torch.Tensor:
@@ -207,26 +234,34 @@ def _is_other(tokens: int) -> torch.Tensor:
 
 
 def _bins(scaled: torch.Tensor, most: int) -> tuple[torch.Tensor, int]:
-    rounded = scaled.round_()
-    kept = rounded.clamp(-most, most)
-    # Whole numbers: each clipped value is at least 1 away. Comparing them would be slower.
-    clipped = int((rounded - kept).abs_().clamp_(max=1).sum())
-    return kept.add_(most).to(torch.uint8), clipped
+    rounded, clipped = scaled.round_(), 0
+    if not _is_within(rounded, most):  # few units of most models
+        kept = rounded.clamp(-most, most)
+        # Whole numbers: each clipped value is at least 1 away. Comparing them would be slower.
+        clipped = int((rounded - kept).abs_().clamp_(max=1).sum())
+        rounded = kept
+    # Torch has vector instructions for int8, not for uint8. Both wrap around in the same way.
+    return rounded.to(torch.int8).view(torch.uint8).add_(most), clipped
+
+
+def _is_within(values: torch.Tensor, most: int) -> bool:
+    """Tell whether all values are numbers from -most to most; NaN spreads to both bounds."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values)
+    return -most <= float(low) and float(high) <= most
 
 
 def _packed(bins: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return bins
     half = bins.shape[-1] // 2
-    return bins[..., :half] | (bins[..., half:] << 4)
+    return torch.add(bins[..., :half], bins[..., half:], alpha=16)
 
 
 def _values(packed: torch.Tensor, code: UnitCode) -> torch.Tensor:
     """Return what bins stand for, float32 [tokens, heads, dim]."""
     if code.level.bits == 8:
         return (packed * code.step).add_(code.base)
-    half = packed.shape[-1]
-    out = torch.empty(*packed.shape[:-1], 2 * half)
-    torch.mul(packed & 15, code.step[..., :half], out=out[..., :half])
-    torch.mul(packed >> 4, code.step[..., half:], out=out[..., half:])
-    return out.add_(code.base)
+    bins = torch.cat([packed & 15, packed >> 4], -1)
+    return bins.float().mul_(code.step).add_(code.base)
