@@ -165,12 +165,15 @@ def time_level(profile: CodecProfile, level: str, page: CollectedPage) -> dict[s
     octets = values.bfloat16().reshape(-1).view(torch.uint8).numpy()
     label = PageLabel("sgb2-0", SHAPE, profile.weights, "0", level, profile.digest())
     data, _ = pack_coded(octets.data, label, coder, 320)
-    seconds = {"encode": _best(lambda: pack_coded(octets.data, label, coder, 320))}
     with patch.object(fast, "is_available", lambda: False):
-        seconds["decode"] = _best(lambda: unpack_coded(data, label, coder))
-    is_zstd = profile.entropy == Entropy.ZSTD
-    if fast.is_available() and LEVELS[level].bits == 4 and is_zstd:
-        seconds["decode, numba"] = _best(lambda: unpack_coded(data, label, coder))
+        seconds = {
+            "encode": _best(lambda: pack_coded(octets.data, label, coder, 320)),
+            "decode": _best(lambda: unpack_coded(data, label, coder)),
+        }
+    if fast.is_available() and profile.entropy == Entropy.ZSTD:
+        seconds["encode, numba"] = _best(lambda: pack_coded(octets.data, label, coder, 320))
+        if LEVELS[level].bits == 4:
+            seconds["decode, numba"] = _best(lambda: unpack_coded(data, label, coder))
     return {name: SHAPE.page_bytes / 1e6 / value for name, value in seconds.items()}
 
 
