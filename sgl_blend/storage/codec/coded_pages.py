@@ -176,23 +176,25 @@ def _join(
     if any(frame.size < 0 for frame in frames) or sum(f.size for f in frames) != len(data):
         return None
     page = bytearray(form.page_bytes) if into is None else into
-    halves = np.frombuffer(page, np.uint8).reshape(2, form.layers, form.unit_bytes)
-    units = list(itertools.accumulate(coder.frames, initial=0))
     ends = itertools.accumulate(frame.size for frame in frames)
     pieces = [data[end - frame.size : end] for frame, end in zip(frames, ends, strict=True)]
-    for is_coded, run in itertools.groupby(
-        range(len(frames)), lambda index: frames[index].codec == _CODED
-    ):
-        first, *_ = own = list(run)
-        if is_coded:
-            if not coder.decode([pieces[index] for index in own], page, first, header.position):
+    first = unit = 0
+    while first < len(frames):
+        end = first
+        while end < len(frames) and frames[end].codec == _CODED:
+            end += 1
+        if end > first:  # what is coded is decoded in one call
+            if not coder.decode(pieces[first:end], page, first, header.position):
                 return None
+            unit += sum(coder.frames[first:end])
+            first = end
             continue
-        for index in own:
-            raw = np.empty((frames[index].units, form.unit_bytes), np.uint8)
-            if not grow(
-                frames[index].codec, pieces[index], raw.reshape(-1), ITEM_BYTES[form.dtype]
-            ):
-                return None
-            put_units(halves, units[index], raw)
+        frame = frames[first]
+        raw = np.empty((frame.units, form.unit_bytes), np.uint8)
+        if not grow(frame.codec, pieces[first], raw.reshape(-1), ITEM_BYTES[form.dtype]):
+            return None
+        halves = np.frombuffer(page, np.uint8).reshape(2, form.layers, form.unit_bytes)
+        put_units(halves, unit, raw)
+        unit += frame.units
+        first += 1
     return page

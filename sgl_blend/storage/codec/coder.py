@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,7 +132,9 @@ class Coder:
         ]
         self._turns: dict[int, fast.Turn] = {}
         self._together: dict[int, UnitCode] = {}
-        self._is_direct = np.array([code.transform is Transform.DIRECT for code in self.codes])
+        self._is_for_fast = fast.takes(
+            self.codes[0], form.dtype, rotation.table.shape[1], neox=rotation.neox
+        )
         self._tables = fast.tables_of(self.codes)
         self._entropy: EntropyCoder = ZstdCoder()
         if profile.entropy == Entropy.ARITHMETIC:
@@ -139,12 +142,12 @@ class Coder:
             self._entropy = ArithmeticCoder(self.codes, tables[:, heads], form.tokens)
         self.sizes = [code.num_bytes(form.tokens) for code in self.codes]
         self.frames = _frames_of(self.sizes)
-        first = 0
-        for count in self.frames:
-            codes = self.codes[first : first + count]
-            if self._is_direct[first : first + count].all():
-                self._together[first] = stack_codes(codes)
-            first += count
+        self._firsts = list(itertools.accumulate(self.frames, initial=0))
+        self._sizes = [self.sizes[a:b] for a, b in itertools.pairwise(self._firsts)]
+        for begin, end in itertools.pairwise(self._firsts):
+            codes = self.codes[begin:end]
+            if all(code.transform is Transform.DIRECT for code in codes):
+                self._together[begin] = stack_codes(codes)
 
     def _turn(self, position: int) -> fast.Turn:
         """Return what rotates the keys of a page.
@@ -182,9 +185,7 @@ class Coder:
         """
         rotation, sizes = self._rotation, self.sizes[first : first + count]
         together = self._together.get(first)
-        if together is not None and fast.can_encode(
-            together, self._form.dtype, rotation.table.shape[1], neox=rotation.neox
-        ):
+        if together is not None and self._is_for_fast and fast.is_available():
             tables = fast.Tables(*(table[first : first + count] for table in self._tables))
             turned = self._turn(position)
             made = fast.encode(_bits_of(page), tables, turned, first, together.level, self._form)
@@ -225,28 +226,32 @@ class Coder:
         Returns:
             Whether the frames hold just these units.
         """
-        counts = self.frames[first : first + len(frames)]
-        begin = end = sum(self.frames[:first])
-        parts = []
-        for frame, count in zip(frames, counts, strict=True):
-            made = self._entropy.decode(frame, self.sizes[end : end + count], end)
+        last = first + len(frames)
+        firsts, parts = self._firsts[first:last], []
+        for frame, sizes, begin in zip(frames, self._sizes[first:last], firsts, strict=True):
+            made = self._entropy.decode(frame, sizes, begin)
             if made is None:
                 return False
             parts.append(made)
-            end += count
-        form, rotation = self._form, self._rotation
-        if self._is_direct[begin:end].all() and fast.can_decode(
-            self.codes[0], form.dtype, rotation.table.shape[1], neox=rotation.neox
-        ):
+        form, begin, end = self._form, self._firsts[first], self._firsts[last]
+        if self._can_decode(firsts):
             tables = fast.Tables(*(table[begin:end] for table in self._tables))
             packed = np.frombuffer(bytearray().join(parts), np.uint8)
             fast.decode(packed, tables, self._turn(position), begin, page, form)
             return True
         values = torch.frombuffer(page, dtype=getattr(torch, form.dtype)).view(form.shape)
-        for made, count in zip(parts, counts, strict=True):
+        for made, begin, count in zip(parts, firsts, self.frames[first:last], strict=True):
             self._put(made, values, begin, count, position)
-            begin += count
         return True
+
+    def _can_decode(self, firsts: Sequence[int]) -> bool:
+        """Tell whether frames that begin with these units are decoded by numba."""
+        return (
+            self._is_for_fast
+            and LEVELS[self.level].bits == 4
+            and all(first in self._together for first in firsts)
+            and fast.is_available()
+        )
 
     def _put(self, made: bytes, page: torch.Tensor, first: int, count: int, position: int) -> None:
         """Put neighbouring units into a page by torch."""

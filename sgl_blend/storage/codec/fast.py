@@ -74,14 +74,16 @@ def is_available() -> bool:
     return True
 
 
-def can_encode(code: UnitCode, dtype: str, rotary_dim: int, *, neox: bool) -> bool:
-    """Tell whether units are encoded here: heads that are rotated as a whole, by halves."""
-    return dtype in _BITS and neox and rotary_dim == code.step.shape[-1] and is_available()
+def takes(code: UnitCode, dtype: str, rotary_dim: int, *, neox: bool) -> bool:
+    """Tell whether units are coded here, if numba is: heads that are rotated as a whole, by halves.
 
-
-def can_decode(code: UnitCode, dtype: str, rotary_dim: int, *, neox: bool) -> bool:
-    """Tell whether units are decoded here: heads that are rotated as a whole, by halves."""
-    return code.level.bits == 4 and can_encode(code, dtype, rotary_dim, neox=neox)
+    Args:
+        code: Of a unit.
+        dtype: Of the pages.
+        rotary_dim: How many channels of a head are rotated.
+        neox: Whether the halves of a head form the pairs, or neighbours.
+    """
+    return dtype in _BITS and neox and rotary_dim == code.step.shape[-1]
 
 
 def warm_up() -> None:
