@@ -22,7 +22,8 @@ _inlined = numba.njit(inline="always", boundscheck=False)
 # Loops are written out for a unit: a call for each row would cost more than the row. Each inner loop
 # writes one array in one direction, over slices that begin where they are read, or the compiler does
 # not use vector instructions. That makes five times the speed. And it makes better loops of a length
-# that it knows. So there are copies for heads of 128 and 64, and one for all others.
+# that it knows. So there are copies for heads of 128 and 64, and one for all others. Pages of bfloat16
+# are written in order, as it is memory that those of many heads wait for.
 
 
 @_inlined
@@ -42,10 +43,10 @@ def _keys_to_bfloat16(
     low, high = np.empty(half, np.float32), np.empty(half, np.float32)
     row = np.empty(2 * half, np.float32)
     low_row, high_row, bits = row[:half], row[half:], row.view(np.uint32)
-    for h in range(heads):
-        low_step, high_step = step[h, :half], step[h, half:]
-        low_base, high_base = base[h, :half], base[h, half:]
-        for t in range(tokens):
+    for t in range(tokens):
+        for h in range(heads):
+            low_step, high_step = step[h, :half], step[h, half:]
+            low_base, high_base = base[h, :half], base[h, half:]
             octets, c, n = packed[t, h], cos[t], sin[t]
             for j in range(half):
                 low[j] = np.float32(np.int32(octets[j]) & np.int32(15)) * low_step[j] + low_base[j]
@@ -66,10 +67,10 @@ def _values_to_bfloat16(packed: Octets, step: Floats, base: Floats, out: Shorts,
     tokens, heads = packed.shape[:2]
     row = np.empty(2 * half, np.float32)
     low, high, bits = row[:half], row[half:], row.view(np.uint32)
-    for h in range(heads):
-        low_step, high_step = step[h, :half], step[h, half:]
-        low_base, high_base = base[h, :half], base[h, half:]
-        for t in range(tokens):
+    for t in range(tokens):
+        for h in range(heads):
+            low_step, high_step = step[h, :half], step[h, half:]
+            low_base, high_base = base[h, :half], base[h, half:]
             octets = packed[t, h]
             for j in range(half):
                 low[j] = np.float32(np.int32(octets[j]) & np.int32(15)) * low_step[j] + low_base[j]
