@@ -21,6 +21,7 @@ from pushed_out import (
     slow_moves,
     store_chunks,
 )
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sgl_blend.engine.admission import stop_verdict
 from sgl_blend.engine.tiers import finish_loads
@@ -47,6 +48,61 @@ def test_evicted_chunks_come_back(start_engine: StartEngine, overlap: bool) -> N
     assert back.answer.logprobs == warm.answer.logprobs
     for layer, layer_back in zip(warm.kv, back.kv, strict=True):
         assert all(x.equal(y) for x, y in zip(layer, layer_back, strict=True))
+
+
+WAYS = [
+    ("layer_first", "direct", "write_back", 1),
+    ("page_first", "kernel", "write_through", 16),
+    ("page_first_direct", "direct", "write_back", 16),
+]
+"""Layout of host memory, how it is moved, when it is written, and tokens of a page."""
+
+
+def _fragment(driver: Driver) -> None:
+    """Leave free slots in small pieces."""
+    driver.settle()
+    driver.flush()
+    for number in range(16):
+        prompt = random_tokens(900 + number, 20 + 7 * number % 50)
+        driver.ask(rag_prompt(prompt, [], QUESTION, params={"sgl_blend": False}))
+        driver.settle()
+    driver.scheduler.tree_cache.evict(EvictParams(num_tokens=POOL // 2))
+    driver.settle()
+
+
+def _answer_among_pieces(driver: Driver, where: str) -> Answer:
+    _fragment(driver)
+    driver.ask(rag_prompt(SYSTEM, CHUNKS, QUESTION))
+    driver.settle()
+    if where == "host":
+        capacity = driver.runtime.describe()["pool"]["capacity"]
+        driver.scheduler.tree_cache.evict(EvictParams(num_tokens=capacity))
+        driver.settle()
+    (answer,) = driver.ask(other_order())
+    driver.settle()
+    return answer
+
+
+@pytest.mark.parametrize(("layout", "io", "policy", "page"), WAYS, ids=lambda value: str(value))
+def test_however_they_are_kept_chunks_come_back_to_any_slots(
+    start_engine: StartEngine, layout: str, io: str, policy: str, page: int
+) -> None:
+    engine = start_engine(
+        **settings(
+            hicache_mem_layout=layout,
+            hicache_io_backend=io,
+            hicache_write_policy=policy,
+            page_size=page,
+            chunked_prefill_size=64,
+        )
+    )
+    warm = engine.call(_answer_among_pieces, "device")
+    back = engine.call(_answer_among_pieces, "host")
+
+    assert (warm.report["chunk_hits"], warm.report["host_tokens"]) == (3, 0)
+    assert back.report["host_tokens"] > 0
+    assert back.report == {**warm.report, "host_tokens": back.report["host_tokens"]}
+    assert back.logprobs == warm.logprobs
 
 
 def _ask_with_each_policy(

@@ -1,8 +1,8 @@
 """Encode pages, and decode those of 4 bits, in one pass over memory, where numba is installed.
 
-The result is bit for bit what torch does. The pass unpacks, scales, rotates and rounds a value while it
-is at hand. Each operation is a float32 operation of its own, as in quantiser.py: numba fuses none
-unless it is told to.
+The result is bit for bit what torch does, but for the sign and payload of a NaN. The pass unpacks,
+scales, rotates and rounds a value while it is at hand. Each operation is a float32 operation of its
+own, as in quantiser.py: numba fuses none unless it is told to.
 
 Calls of the store and the scheduler have threads beside the one that decodes. Whoever lets go of
 Python's lock may wait long for it, and each operation of torch lets go of it, also to view a tensor. So
