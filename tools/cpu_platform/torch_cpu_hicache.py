@@ -1,7 +1,7 @@
 """SGLang's HiCache on a CPU: a host pool beside the "device" pool, and copies that overlap.
 
 Stock HiCache pins its host memory for a GPU and moves KV with kernels of ``sgl_kernel``. On this
-platform the host pool is plain memory. The moves are torch copies on streams of their own.
+platform the host pool is plain memory. The moves are copies by numpy on streams of their own.
 """
 
 from __future__ import annotations
