@@ -229,13 +229,9 @@ class ChunkStore:
         checks = iter(self._are_there([hit.match for hit in known]))
         return [hit if hit is not None and next(checks) else None for hit in hits]
 
-    def touch(self, key: ChunkKey) -> bool:
-        """Count a chunk and its build prefix as used now, in the namespace that is read.
-
-        Returns:
-            Whether as much of the chunk is on the device as pages can hold.
-        """
-        return self.is_complete(key)
+    def touch(self, key: ChunkKey) -> None:
+        """Count a chunk and its build prefix as used now, in the namespace that is read."""
+        self.is_complete(key)
 
     @property
     def stamp(self) -> tuple[int, int]:

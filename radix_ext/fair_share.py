@@ -143,14 +143,6 @@ class FairShare:
         """
         self._use(key, num_tokens)
 
-    def found(self, key: ChunkKey) -> None:
-        """Note that a waiting request found a chunk, of which the tree has just been told.
-
-        The chunk is one of its tenant's most recently used ones by that. It earns no share: the request
-        has reused nothing yet.
-        """
-        self._use(key, 0)
-
     def admit(self, num_tokens: int) -> None:
         """Advance the clock of activity by a request's prefill."""
         self._admitted += num_tokens

@@ -6,9 +6,8 @@ a request that is looked up every round counts once, and while nothing is evicte
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 
-from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkKey, ChunkStore
+from sgl_blend.radix_ext.chunk_store import ChunkHit, ChunkStore
 
 _CHUNK_WEIGHT = 256
 _LIMIT = 4096 * _CHUNK_WEIGHT
@@ -17,16 +16,10 @@ oldest uses are forgotten: their chunks look as old as they were before."""
 
 
 class LateUses:
-    """What was found since the last eviction; owned by the scheduler thread.
+    """What was found since the last eviction; owned by the scheduler thread."""
 
-    Args:
-        store: Where chunks are found.
-        on_told: Called with each whole chunk after the tree is told of it.
-    """
-
-    def __init__(self, store: ChunkStore, on_told: Callable[[ChunkKey], None]) -> None:
+    def __init__(self, store: ChunkStore) -> None:
         self._store = store
-        self._on_told = on_told
         self._uses: OrderedDict[str, tuple[tuple[ChunkHit, ...], int]] = OrderedDict()
         self._weight = 0
 
@@ -51,12 +44,11 @@ class LateUses:
         """Tell the tree, least recent use first."""
         for hits, _ in self._uses.values():
             for hit in hits:
-                if self._store.touch(hit.key):
-                    self._on_told(hit.key)
+                self._store.touch(hit.key)
         self.clear()
 
     def clear(self) -> None:
-        """Forget all, because the tree did, or because the chunks are of weights no longer loaded."""
+        """Forget all, because the tree did."""
         self._uses.clear()
         self._weight = 0
 

@@ -8,7 +8,6 @@ again, and while nothing was added either, nothing is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -63,7 +62,6 @@ class Lookups:
 
     Args:
         store: Where chunks are found.
-        on_late_use: Called with each whole chunk that the tree is told of late.
         with_exact_namespace: Whether exact KV of the client's earlier prompts may be used.
 
     Attributes:
@@ -71,16 +69,10 @@ class Lookups:
             loaded any more.
     """
 
-    def __init__(
-        self,
-        store: ChunkStore,
-        on_late_use: Callable[[ChunkKey], None],
-        *,
-        with_exact_namespace: bool,
-    ) -> None:
+    def __init__(self, store: ChunkStore, *, with_exact_namespace: bool) -> None:
         self._store = store
         self._with_exact_namespace = with_exact_namespace
-        self._uses = LateUses(store, on_late_use)
+        self._uses = LateUses(store)
         self.holds_old_weights = False
 
     def look_up(self, req: Req, state: RequestState) -> Lookup:
@@ -120,7 +112,6 @@ class Lookups:
         own and names none: until the tree is empty, nothing is copied from it.
         """
         self.holds_old_weights = not self._store.is_empty
-        self._uses.clear()
         self._store.forget_places()
 
     @property

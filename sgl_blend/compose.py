@@ -140,7 +140,7 @@ def compose(config: BlendConfig, scheduler: Scheduler) -> BlendRuntime:
         jobs.append(canary)
     rounds = Rounds(scheduler, tp_group, jobs, served)
     switch.when_turned_off(rounds.forget)
-    lookups = Lookups(store, shares.found, with_exact_namespace=not build_first)
+    lookups = Lookups(store, with_exact_namespace=not build_first)
     prepare_storage(facts.tree)
     controller = _loading_controller(fusion, facts, tp_group)
     storage = StorageTier(

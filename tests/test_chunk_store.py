@@ -295,45 +295,6 @@ class Storage(RuleBasedStateMachine):
         assert self.engine.call(_pool) == want
 
 
-def _find_for_a_waiting_request(driver: Driver) -> None:
-    """Build two chunks, and find the first for a request that waits."""
-    _restart(driver)
-    _build(driver, (0, 0))
-    _build(driver, (0, 1))
-    received = driver.receive(Prompt([PREFIXES[0], CHUNKS[0, 0], [9]], [1]))
-    state = driver.runtime.intake.read(received)
-    driver.runtime.admission._lookups.look_up(driver.queued(received), state)
-
-
-def _evict_after_waiting(driver: Driver) -> list[int]:
-    _find_for_a_waiting_request(driver)
-    _evict(driver, 1)
-    return [_find(driver, name) for name in ((0, 0), (0, 1))]
-
-
-def test_what_a_waiting_request_found_is_evicted_last(start_engine: StartEngine) -> None:
-    engine = start_engine(max_total_tokens=CAPACITY)
-    assert engine.call(_evict_after_waiting) == [LENGTHS[0], 0]
-
-
-def _protected_after_new_weights(driver: Driver) -> list[int]:
-    counts = []
-    for weights_change in (False, True):
-        _find_for_a_waiting_request(driver)
-        if weights_change:
-            driver.runtime.weights_changed()
-        else:
-            driver.runtime._shares.clear()
-        _evict(driver, 1)
-        counts.append(driver.runtime.describe()["chunks_protected"])
-    return counts
-
-
-def test_what_was_found_of_old_weights_is_not_kept(start_engine: StartEngine) -> None:
-    engine = start_engine(max_total_tokens=CAPACITY)
-    assert engine.call(_protected_after_new_weights) == [1, 0]
-
-
 def _run(engine: Engine, num_examples: int) -> None:
     engine.call(_evict_least_recently_used)
     Storage.engine = engine

@@ -123,24 +123,6 @@ def test_chunks_built_for_the_request_itself_earn_nothing() -> None:
     assert shares.num_tenants <= 1 + 256
 
 
-def test_what_waiting_requests_find_is_kept_and_earns_nothing() -> None:
-    shares, store = make()
-    establish(shares, "tenant")
-    fits = CAPACITY // CHUNK
-    for number in range(fits):
-        shares.built(chunk("waits", number))
-    lost = chunk("waits", 0)  # more was built since than a share holds
-    assert lost not in shares._others["waits"].chunks
-    shares.found(lost)
-    shares.before_evict(CAPACITY)
-    assert next(reversed(shares._others["waits"].chunks)) == lost
-    for _ in range(40):
-        for number in range(fits):
-            shares.found(chunk("waits", number))
-    assert list(shares._owners) == ["tenant"]
-    assert protected(shares, store)["tenant"] == OWN
-
-
 def test_a_build_prefix_is_held_once_and_counts() -> None:
     shares, _ = make()
     for number in range(50):
