@@ -2,7 +2,8 @@ r"""Time to first token with chunks on the device, in host memory, in files, in 
 
 SGLang's scheduler with the demo's model of 32 layers answers prompts of six chunks, stepped by hand in
 a process of its own. Before each prompt its chunks are brought to one place. In each round every row
-runs once, in a new order, so each makes pairs with all others:
+runs once, in a new order, so each makes pairs with all others. Two engines that are started alike may
+differ by some percent for as long as they live, so all engines start anew several times (--starts).
 
     text        full prefill, nothing reused
     device      chunks in the KV pool
@@ -63,6 +64,7 @@ CHUNKS, CHUNK_TOKENS, SYSTEM_TOKENS, QUESTION_TOKENS = 6, 368, 96, 24
 THROTTLES = (50, 200, 1000)
 FILE_PLACES = ("file", *(f"file {mbps}" for mbps in THROTTLES))
 MODES = {"fixed": "always", "controller": "faster"}
+WARM_UP = ("text", "host")
 BAR, UNHIDDEN_BAR = 1.05, 1.10
 USED_AGAIN_S = 120.0
 MOONCAKE_BYTES = 512 << 20
@@ -206,50 +208,69 @@ def started(
             engine.close()
 
 
-def run(rounds: int, path: Path) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
-    """Run all rounds; return seconds by engine and place, and the speed of host memory.
-
-    What was measured is in a file after each round: a run takes long and may be cut short.
-    """
-    model = prepare(ROOT / "build" / "demo", Recipe(), print).model
-    order = random.Random("tiers")
-    places = ["text", "device", "host", *FILE_PLACES, "down"]
+@contextmanager
+def started_all(model: Path) -> Iterator[dict[tuple[str, str], Engine]]:
+    """Start an engine of each mode with files, and one with Mooncake where that is installed."""
     with ExitStack() as stack:
         engines = {
             (mode, "file"): stack.enter_context(started(model, mode, None)) for mode in MODES
         }
-        why_not = mooncake_store.why_not()
-        if why_not is None:
+        if mooncake_store.why_not() is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             store = stack.enter_context(
                 mooncake_store.running(folder, segment_bytes=MOONCAKE_BYTES)
             )
-            places.append("mooncake")
             for mode in MODES:
                 extra = store.extra_config()
                 engines[mode, "mooncake"] = stack.enter_context(started(model, mode, extra))
-        else:
-            print(why_not)
-        found: dict[str, dict[str, list[float]]] = {mode: {p: [] for p in places} for mode in MODES}
-        number = 0
-        for turn in range(rounds + 1):
-            for place in order.sample(places, len(places)):
-                for mode in order.sample(sorted(MODES), len(MODES)):
+        yield engines
+
+
+def run(
+    rounds: int, starts: int, path: Path
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, float]]:
+    """Run all rounds; return seconds by engine and place, and the speed of host memory.
+
+    What was measured is in a file after each round: a run takes long and may be cut short.
+
+    Args:
+        rounds: How often each row runs, without warm-up.
+        starts: How often all engines are started; the rounds are shared out among the starts.
+        path: The file.
+    """
+    model = prepare(ROOT / "build" / "demo", Recipe(), print).model
+    order = random.Random("tiers")
+    places = ["text", "device", "host", *FILE_PLACES, "down"]
+    if (why_not := mooncake_store.why_not()) is None:
+        places.append("mooncake")
+    else:
+        print(why_not)
+    found: dict[str, dict[str, list[float]]] = {mode: {p: [] for p in places} for mode in MODES}
+    number = 0
+    for start in range(starts):
+        with started_all(model) as engines:
+            for engine in engines.values():
+                for place in WARM_UP:
                     number += 1
-                    engine = engines[mode, "mooncake" if place == "mooncake" else "file"]
-                    seconds, report = engine.call(ask, place, number)
-                    if turn:  # the first round warms up
+                    engine.call(ask, place, number)
+            for turn in range(rounds * start // starts, rounds * (start + 1) // starts):
+                for place in order.sample(places, len(places)):
+                    for mode in order.sample(sorted(MODES), len(MODES)):
+                        number += 1
+                        engine = engines[mode, "mooncake" if place == "mooncake" else "file"]
+                        seconds, report = engine.call(ask, place, number)
                         found[mode][place].append(seconds)
-                    print(
-                        f"round {turn} {mode:>10} {place:>9}: {1e3 * seconds:7.1f} ms, hits "
-                        f"{report['chunk_hits']}, host {report['host_tokens']}, storage "
-                        f"{report['storage_tokens']}, ratio {report['ratio']:.2f}",
-                        flush=True,
-                    )
-            path.write_text(
-                json.dumps({**origin_of_script(), "rounds": turn, "seconds": found}) + "\n"
-            )
-        return found, engines["controller", "file"].call(link)
+                        print(
+                            f"start {start + 1} round {turn + 1} {mode:>10} {place:>9}: "
+                            f"{1e3 * seconds:7.1f} ms, hits {report['chunk_hits']}, host "
+                            f"{report['host_tokens']}, storage {report['storage_tokens']}, ratio "
+                            f"{report['ratio']:.2f}",
+                            flush=True,
+                        )
+                done = {"rounds": turn + 1, "starts": start + 1, "seconds": found}
+                path.write_text(json.dumps({**origin_of_script(), **done}) + "\n")
+            speed = engines["controller", "file"].call(link)
+    return found, speed
 
 
 def ratio_of(mine: list[float], other: list[float]) -> tuple[float, float, float]:
@@ -288,13 +309,16 @@ def bars_of(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--starts", type=int, default=4, help="of all engines; not with --levels")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "tiers.json")
     parser.add_argument("--plot", type=Path, help="PNG of the times by bandwidth")
     parser.add_argument(
         "--levels", action="store_true", help="compare raw with coded chunks instead"
     )
     args = parser.parse_args()
-    run_with(KEEP_MEMORY, "benchmarks.tiers")  # equal engines differ else
+    if not args.levels and not 1 <= args.starts <= args.rounds:
+        parser.error(f"--starts must be 1 to {args.rounds} (--rounds), got {args.starts}")
+    run_with(KEEP_MEMORY, "benchmarks.tiers")  # equal engines differ even more else
     args.json.parent.mkdir(exist_ok=True, parents=True)
     if args.levels:
         from benchmarks import tiers_levels
@@ -302,7 +326,7 @@ def main() -> int:
         rates = tiers_levels.run(args.rounds)
         args.json.write_text(json.dumps({**origin_of_script(), "rates": rates}, indent=1) + "\n")
         return int(not tiers_levels.show(rates))
-    found, host = run(args.rounds, args.json)
+    found, host = run(args.rounds, args.starts, args.json)
     num_bytes = CHUNKS * CHUNK_TOKENS * host["token_bytes"]
     load_s = host["host_latency_s"] + num_bytes / host["host_bytes_per_s"]
     bars = bars_of(found, load_s)
@@ -318,6 +342,7 @@ def main() -> int:
         **origin_of_script(),
         "medians_s": medians,
         "bars": {name: [*ratio, bar] for name, (ratio, bar) in bars.items()},
+        "starts": args.starts,
         "seconds": found,
         "num_bytes": num_bytes,
         "host": host,
