@@ -16,7 +16,8 @@ def tiers() -> str:
     rounds = len(found["seconds"]["fixed"]["text"])
     told = (
         f"A prompt reuses {found['num_bytes'] / 1e6:,.0f} MB of KV. Host memory loads them in "
-        f"{_ms(load_s)} ms, as the controller measured. Times are medians of {rounds} rounds.\n\n"
+        f"{_ms(load_s)} ms, as the controller measured. Times are medians of {rounds} rounds; all "
+        f"engines were started {found['starts']} times meanwhile.\n\n"
     )
     bars = [
         (name, f"{value:.3f} {interval(low, high, 3)}", f"{bar:.2f}")
