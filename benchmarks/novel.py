@@ -9,7 +9,8 @@ Poisson times, the same for every server, so that stock computes for LOAD of the
     blend       --enable-blend --blend-when always --blend-check-layer 1
     build       the same with --blend-on-miss build
 
-The servers serve the same slice of the requests in turns. Measured per slice: which share of the
+The servers serve the same TURN requests in turns, which one first changes. After each turn the clock is
+set by what stock's prompts took in it. Measured, and told by tenths of the requests: which share of the
 passages' tokens was found (reused, recomputed or copied as exact KV, and stored before the request
 came), the TTFT, and what occupies the pool. Beside it stands an ideal cache: LRU over whole passages,
 as large as the pool, which holds nothing else and stores a passage at once.
@@ -33,6 +34,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -49,6 +51,7 @@ from benchmarks.novel_traffic import (
     PASSAGES,
     QUESTION_TOKENS,
     Passage,
+    Request,
     draw_requests,
     ideal_shares,
     make_library,
@@ -73,10 +76,14 @@ SLIM = replace(
 )
 POOL_PROMPTS = 20
 SLICES = 10
+TURN = 20
+"""Requests that a server is asked before the next one has its turn: a machine slows down for longer."""
 LOAD = 0.5
 """Share of the time for which stock computes prompts."""
 PROMPT_S = 0.3
 """How long stock takes for a prompt of which it finds nothing, by the clock of the benchmark."""
+LEAST_PROMPTS = 5
+"""If there were so many such prompts in a turn, the clock of the next turn is set by them."""
 BLEND = {"enable_blend": True, "blend_check_layer": 1, "blend_when": "always"}
 MODES: dict[str, dict[str, Any]] = {
     "stock": {"enable_blend": None},
@@ -108,7 +115,7 @@ def time_alone(stock: Engine, library: Sequence[Passage], head: list[int]) -> fl
     """Return the CPU seconds of a request that is served alone and finds nothing."""
     requests = draw_requests(library, 30, 1)
     stock.call(novel_engine.begin, head, 100.0, 1.0)
-    served, _ = stock.call(novel_engine.serve, requests)
+    served = stock.call(novel_engine.serve, requests)
     return float(np.median([one.ttft_s for one in served[10:]]))
 
 
@@ -135,14 +142,8 @@ def compare(
     requests = draw_requests(library, num_requests, tenants)
     for engine in running.values():
         engine.call(novel_engine.begin, head, PROMPT_S / LOAD, PROMPT_S / alone_s)
-    served: dict[str, list[Served]] = {mode: [] for mode in running}
-    uses: dict[str, list[Use]] = {mode: [] for mode in running}
     size = -(-len(requests) // SLICES)
-    for begin in range(0, len(requests), size):
-        for mode, engine in running.items():
-            part, use = engine.call(novel_engine.serve, requests[begin : begin + size])
-            served[mode] += part
-            uses[mode] += [] if use is None else [use]
+    served, uses, prompts_s = serve_in_turns(running, requests, alone_s, size)
     ideal = ideal_shares(requests, capacity)
     ideals = {"share": by_slice(ideal, size), "second_half": half_mean(ideal)}
     if host_capacity is not None:
@@ -150,6 +151,7 @@ def compare(
     return {
         "passages": len(library),
         "cpu_s_of_a_prompt": alone_s,
+        "prompts_s": prompts_s,
         "ideal": ideals,
         "found": {
             mode: {
@@ -160,6 +162,42 @@ def compare(
             for mode, engine in running.items()
         },
     }
+
+
+def serve_in_turns(
+    running: dict[str, Engine], requests: Sequence[Request], expected_s: float, size: int
+) -> tuple[dict[str, list[Served]], dict[str, list[Use]], list[float]]:
+    """Let all servers serve the requests, a few at a time.
+
+    Args:
+        running: The servers, by their mode.
+        requests: What they are asked.
+        expected_s: CPU seconds of a whole prompt of stock's, by which their clocks are set so far.
+        size: After so many requests the pools are looked into.
+
+    Returns:
+        What became of the requests, what occupied the pools, and how many seconds of its clock stock
+        took for whole prompts; the clock is meant to make that PROMPT_S.
+    """
+    served: dict[str, list[Served]] = {mode: [] for mode in running}
+    uses: dict[str, list[Use]] = {mode: [] for mode in running}
+    taken_s: list[float] = []
+    order = deque(running)
+    for begin in range(0, len(requests), TURN):
+        part = requests[begin : begin + TURN]
+        for mode in order:
+            served[mode] += running[mode].call(novel_engine.serve, part)
+        order.rotate(-1)
+        prompts_s = running["stock"].call(novel_engine.take_prompt_seconds)
+        taken_s += [one / expected_s * PROMPT_S for one in prompts_s]
+        if len(prompts_s) >= LEAST_PROMPTS:
+            expected_s = statistics.median(prompts_s)
+        for mode, engine in running.items():
+            engine.call(novel_engine.stretch_to, PROMPT_S / expected_s)
+            if (begin + len(part)) // size > begin // size:
+                use = engine.call(novel_engine.look_into_pool)
+                uses[mode] += [] if use is None else [use]
+    return served, uses, taken_s
 
 
 def figures(
@@ -205,6 +243,10 @@ def show(name: str, found: dict[str, Any], bar: float) -> bool:
     """Print a configuration; return whether the blending server is within its bounds."""
     ideal, servers = found["ideal"]["second_half"], found["found"]
     print(f"{name}: {found['passages']} passages, ideal {ideal:.3f}")
+    prompts_s = found["prompts_s"]
+    if prompts_s:
+        of = f"median of {len(prompts_s)}, for {PROMPT_S} s"
+        print(f"  a whole prompt of stock's took {statistics.median(prompts_s):.3f} s ({of})")
     if "as_large_as_host" in found["ideal"]:
         limited = found["ideal"]["as_large_as_host"]
         print(f"  an ideal cache as large as the host tier finds {limited:.3f}")

@@ -3,7 +3,8 @@
 The clock counts the CPU time of the scheduler's thread, which other programs on the machine hardly
 stretch. Where the scheduler has nothing to do, it jumps: to the next request, or on by a moment while
 background work waits. What the small model takes is multiplied, so that a prompt takes as long as with
-a large one: background work keeps quiet for fixed times, and would hardly get a turn else.
+a large one: background work keeps quiet for fixed times, and would hardly get a turn else. By how much
+is measured while the requests are served: what a prompt takes here changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from benchmarks.novel_traffic import Request
 MOMENT_S = 0.005
 """How far the clock jumps while background work waits for a quiet moment."""
 NEW_TOKENS = 4
+ALIKE_TOKENS = 20
+"""Passages may begin alike: so few tokens that were found beside the head leave a prompt whole."""
 
 
 class Clock:
@@ -39,6 +42,12 @@ class Clock:
     def monotonic(self) -> float:
         """Return the time."""
         return self._stretch * time.thread_time() + self._more_s
+
+    def stretch_to(self, stretch: float) -> None:
+        """Count a second of CPU time as so many from now on; what has passed stays as it was."""
+        now_s = self.monotonic()
+        self._stretch = stretch
+        self._more_s += now_s - self.monotonic()
 
     def jump(self, seconds: float) -> None:
         """Let time pass in which nothing happens, or take time back that was not the scheduler's."""
@@ -86,7 +95,7 @@ class Use:
 
 
 class Session:
-    """One server under one configuration's requests, which come in slices.
+    """One server under one configuration's requests, which come in parts.
 
     Args:
         driver: The scheduler.
@@ -100,23 +109,28 @@ class Session:
         self._head = head
         self._distance_s = distance_s
         self._blends = hasattr(driver.scheduler, "sgl_blend")
-        self._clock = Clock(stretch)
-        self._begun_s = self._clock.monotonic()
+        self.clock = Clock(stretch)
+        self.prompts_s: list[float] = []
+        """CPU seconds of prompts that were computed by themselves and found no passage."""
+        self._begun_s = self.clock.monotonic()
         self._open: list[_Open] = []
         self._asked: dict[str | None, dict[int, bytes]] = {}
 
     def serve(self, requests: Sequence[Request]) -> list[Served]:
-        """Serve a slice and return what became of each request."""
+        """Serve some requests and return what became of each."""
         coming = deque(enumerate(requests))
         served: dict[int, Served] = {}
         numbers: dict[int, int] = {}
         while coming or self._open:
-            now_s = self._clock.monotonic()
+            now_s = self.clock.monotonic()
             while coming and self._due_s(coming[0][1]) <= now_s:
                 number, request = coming.popleft()
                 numbers[id(request)] = number
                 self._send(request)
+            before_s = time.thread_time()
             ran = self._driver.step()
+            if ran:
+                self._note(time.thread_time() - before_s)
             for one in self._look():
                 served[numbers[id(one.request)]] = self._served(one)
             if not ran:
@@ -124,17 +138,17 @@ class Session:
         return [served[number] for number in range(len(requests))]
 
     def serve_by_clock(self, requests: Sequence[Request]) -> list[Served]:
-        """Serve a slice; background work reads the same clock."""
+        """Serve some requests; background work reads the same clock."""
         if not self._blends:
             return self.serve(requests)
-        with patch("sgl_blend.scheduler.rounds.time", self._clock):
+        with patch("sgl_blend.scheduler.rounds.time", self.clock):
             return self.serve(requests)
 
     def _due_s(self, request: Request) -> float:
         return self._begun_s + request.at * self._distance_s
 
     def _send(self, request: Request) -> None:
-        before_s = self._clock.monotonic()
+        before_s = self.clock.monotonic()
         segments = [self._head, *(one.tokens for one in request.passages), request.question]
         chunk_at = list(range(1, 1 + len(request.passages))) if self._blends else []
         prompt = Prompt(
@@ -147,13 +161,22 @@ class Session:
         received = self._driver.receive(prompt)
         known = self._asked.setdefault(request.tenant, {})
         known.update({one.number: array("q", one.tokens).tobytes() for one in request.passages})
-        self._clock.jump(before_s - self._clock.monotonic())
+        self.clock.jump(before_s - self.clock.monotonic())
         req = self._driver.hand_over(received)
         self._open.append(_Open(request, req, self._due_s(request)))
 
+    def _note(self, step_s: float) -> None:
+        """Note what a step took if it computed one whole prompt."""
+        batch = self._driver.scheduler.cur_batch_for_debug
+        if len(batch.reqs) == 1 and batch.forward_mode.is_extend():
+            (req,) = batch.reqs
+            whole = req.cached_tokens <= len(self._head) + ALIKE_TOKENS
+            if whole and any(one.req is req for one in self._open):
+                self.prompts_s.append(step_s)
+
     def _look(self) -> list[_Open]:
         """Note first tokens, and return and forget what is answered."""
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         for one in self._open:
             if one.first_s is None and len(one.req.output_ids) > 0:
                 one.first_s = now_s
@@ -176,12 +199,12 @@ class Session:
 
     def _rest(self, next_s: float | None) -> None:
         """Let time pass until something may happen."""
-        now_s = self._clock.monotonic()
+        now_s = self.clock.monotonic()
         busy = self._open or (self._blends and any(j.num_pending for j in self._jobs))
         until_s = now_s + MOMENT_S if busy or next_s is None else next_s
         if next_s is not None:
             until_s = min(until_s, next_s)
-        self._clock.jump(max(0.0, until_s - now_s))
+        self.clock.jump(max(0.0, until_s - now_s))
 
     @property
     def _jobs(self) -> Any:
@@ -197,7 +220,7 @@ class Session:
 
         if not self._blends:
             return None
-        before_s = self._clock.monotonic()
+        before_s = self.clock.monotonic()
         runtime = self._driver.runtime
         store, pool = runtime.admission._store, runtime.describe()["pool"]
         chunks = 0
@@ -207,7 +230,7 @@ class Session:
                 key = ChunkKey(salt, None, array("q", self._head).tobytes(), tokens)
                 hit = store.find(key, Span(0, key.length))
                 chunks += 0 if hit is None else hit.num_tokens
-        self._clock.jump(before_s - self._clock.monotonic())
+        self.clock.jump(before_s - self.clock.monotonic())
         return Use(
             chunks=chunks / pool["capacity"],
             probation=runtime.probation.num_tokens / pool["capacity"],
@@ -226,11 +249,29 @@ def begin(driver: Driver, head: list[int], distance_s: float, stretch: float) ->
     driver.novel = Session(driver, head, distance_s, stretch)  # type: ignore[attr-defined]
 
 
-def serve(driver: Driver, requests: Sequence[Request]) -> tuple[list[Served], Use | None]:
-    """Serve the next slice."""
+def serve(driver: Driver, requests: Sequence[Request]) -> list[Served]:
+    """Serve the next requests."""
     session: Session = driver.novel  # type: ignore[attr-defined]
-    served = session.serve_by_clock(requests)
-    return served, session.look_into_pool()
+    return session.serve_by_clock(requests)
+
+
+def look_into_pool(driver: Driver) -> Use | None:
+    """Return what occupies the pool now; None of a server that does not blend."""
+    session: Session = driver.novel  # type: ignore[attr-defined]
+    return session.look_into_pool()
+
+
+def take_prompt_seconds(driver: Driver) -> list[float]:
+    """Return what whole prompts took since the last call, each in CPU seconds."""
+    session: Session = driver.novel  # type: ignore[attr-defined]
+    taken, session.prompts_s = session.prompts_s, []
+    return taken
+
+
+def stretch_to(driver: Driver, stretch: float) -> None:
+    """Count a second of CPU time as so many from now on."""
+    session: Session = driver.novel  # type: ignore[attr-defined]
+    session.clock.stretch_to(stretch)
 
 
 def totals(driver: Driver) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
+from benchmarks.novel_engine import Clock
 from benchmarks.novel_traffic import (
     OF_TOPIC,
     PASSAGE_TOKENS,
@@ -75,3 +77,16 @@ def test_a_ratio_is_of_the_same_requests() -> None:
     assert (found.low, found.value, found.high) == pytest.approx((0.5, 0.5, 0.5))
     noisy = ratio_of([value * draw.uniform(0, 1) for value in below], below, np.median)
     assert noisy.low < noisy.value < noisy.high
+
+
+def test_a_clock_that_is_stretched_anew_neither_jumps_nor_stands_still() -> None:
+    clock = Clock(stretch=1000.0)
+    clock.jump(5.0)
+    before_s = clock.monotonic()
+    clock.stretch_to(10.0)
+    changed_s = clock.monotonic()
+    assert before_s <= changed_s < before_s + 1
+    begun_s = time.thread_time()
+    while time.thread_time() < begun_s + 0.02:
+        pass
+    assert 0.2 <= clock.monotonic() - changed_s < 2
