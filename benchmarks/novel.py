@@ -71,9 +71,9 @@ RECIPE = Recipe(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-"""The clock stretches what the host does as much as what the model does. So the model is as large as the
-time for 1,000 requests allows: with a hidden size of 128 the plugin's few milliseconds of host time for
-a request weighed twice as much."""
+"""The clock stretches what the host does as much as what the model does. So the model is as large as
+1,000 requests have time for: with a hidden size of 128 the host's few milliseconds weighed more than
+twice as much."""
 SLIM = replace(
     RECIPE, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=2
 )

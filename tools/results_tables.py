@@ -288,7 +288,11 @@ def novel(name: str = "novel.json") -> str:
                     *(share, "", ""),
                 )
             )
-    told_of = "Figures are of the second half of the requests.\n\n"
+    told_of = "Figures are of the second half of the requests."
+    shapes = [case["model"] for case in found["cases"].values() if "model" in case]
+    for layers, size in sorted({(one["layers"], one["hidden_size"]) for one in shapes}):
+        told_of += f" The model has {layers} layers and a hidden size of {size}."
+    told_of += "\n\n"
     header = (
         "library, server",
         "requests",
