@@ -154,7 +154,7 @@ def compare(
     return {
         "passages": len(library),
         "cpu_s_of_a_prompt": alone_s,
-        "prompts_s": prompts_s,
+        "prompts": {"count": len(prompts_s), "median_s": median_or_none(prompts_s)},
         "ideal": ideals,
         "found": {
             mode: {
@@ -228,6 +228,11 @@ def by_slice(values: Sequence[float], size: int) -> list[float]:
     return [statistics.mean(values[i : i + size]) for i in range(0, len(values), size)]
 
 
+def median_or_none(values: Sequence[float]) -> float | None:
+    """Return the median; None of nothing."""
+    return statistics.median(values) if values else None
+
+
 def half_mean(values: Sequence[float]) -> float:
     """Return the mean of the second half."""
     return statistics.mean(values[len(values) // 2 :])
@@ -246,10 +251,10 @@ def show(name: str, found: dict[str, Any], bar: float) -> bool:
     """Print a configuration; return whether the blending server is within its bounds."""
     ideal, servers = found["ideal"]["second_half"], found["found"]
     print(f"{name}: {found['passages']} passages, ideal {ideal:.3f}")
-    prompts_s = found["prompts_s"]
-    if prompts_s:
-        of = f"median of {len(prompts_s)}, for {PROMPT_S} s"
-        print(f"  a whole prompt of stock's took {statistics.median(prompts_s):.3f} s ({of})")
+    prompts = found["prompts"]
+    if prompts["count"]:
+        of = f"median of {prompts['count']}, for {PROMPT_S} s"
+        print(f"  a whole prompt of stock's took {prompts['median_s']:.3f} s ({of})")
     if "as_large_as_host" in found["ideal"]:
         limited = found["ideal"]["as_large_as_host"]
         print(f"  an ideal cache as large as the host tier finds {limited:.3f}")
