@@ -7,10 +7,14 @@ import random
 import statistics
 import time
 from collections import Counter
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from harness import Engine
 
+from benchmarks import novel_engine
+from benchmarks.novel import LEAST_PROMPTS, PROMPT_S, TURN, serve_in_turns
 from benchmarks.novel_engine import Clock
 from benchmarks.novel_traffic import (
     OF_TOPIC,
@@ -90,3 +94,44 @@ def test_a_clock_that_is_stretched_anew_neither_jumps_nor_stands_still() -> None
     while time.thread_time() < begun_s + 0.02:
         pass
     assert 0.2 <= clock.monotonic() - changed_s < 2
+
+
+class _Server:
+    """Notes what a benchmark orders; each turn has its own CPU seconds of whole prompts."""
+
+    def __init__(self, name: str, turns: list[list[float]], orders: list[tuple[str, Any]]) -> None:
+        self.name, self.turns, self.orders = name, turns, orders
+        self.stretches: list[float] = []
+
+    def call(self, order: Any, *args: Any) -> Any:
+        if order is novel_engine.serve:
+            self.orders.append((self.name, args[0]))
+            return [(self.name, one.at) for one in args[0]]
+        if order is novel_engine.take_prompt_seconds:
+            return self.turns.pop(0)
+        if order is novel_engine.stretch_to:
+            return self.stretches.append(args[0])
+        assert order is novel_engine.look_into_pool
+        return self.name
+
+
+def test_servers_take_turns_and_the_clock_follows_the_prompts_of_stock() -> None:
+    slower, few = [0.2] * LEAST_PROMPTS, [0.9] * (LEAST_PROMPTS - 1)
+    orders: list[tuple[str, Any]] = []
+    servers = {
+        name: _Server(name, [slower, few, [], slower], orders) for name in ("stock", "other")
+    }
+    requests = [Request(float(at), None, (), []) for at in range(3 * TURN + 1)]
+    running = cast("dict[str, Engine]", servers)
+    found: tuple[Any, Any, Any] = serve_in_turns(running, requests, expected_s=0.1, size=2 * TURN)
+    served, uses, taken_s = found
+    for name in servers:
+        assert served[name] == [(name, one.at) for one in requests]
+        assert uses[name] == [name]
+    assert [name for name, _ in orders] == ["stock", "other", "other", "stock"] * 2
+    assert [len(part) for _, part in orders] == [TURN] * 6 + [1] * 2
+    halved = pytest.approx([PROMPT_S / 0.2] * 4)
+    assert servers["stock"].stretches == halved
+    assert servers["other"].stretches == halved
+    whole = [2 * PROMPT_S] * len(slower) + [4.5 * PROMPT_S] * len(few) + [PROMPT_S] * len(slower)
+    assert taken_s == pytest.approx(whole)
